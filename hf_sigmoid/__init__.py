@@ -1,0 +1,35 @@
+"""Sigmoid attention and SSMax for any Hugging Face Transformers model.
+
+    import hf_sigmoid
+    AutoModelForCausalLM.from_pretrained(path, attn_implementation="sigmoid")   # or "ssmax"
+
+The import itself takes milliseconds and loads neither torch nor Triton: the two names are
+registered at the moment transformers loads its model classes, or at once if it already has.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from hf_sigmoid.after_import import register_with_transformers
+
+if TYPE_CHECKING:
+    from hf_sigmoid.functional import sigmoid_attention, ssmax_attention
+    from hf_sigmoid.parameters import configure
+
+__version__ = "0.1.0"
+__all__ = ["configure", "sigmoid_attention", "ssmax_attention"]
+
+_HOME = {
+    "configure": "hf_sigmoid.parameters",
+    "sigmoid_attention": "hf_sigmoid.functional",
+    "ssmax_attention": "hf_sigmoid.functional",
+}
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'hf_sigmoid' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+register_with_transformers()

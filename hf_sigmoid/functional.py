@@ -1,0 +1,359 @@
+"""The two public verbs: they check the arguments once, choose an implementation, and call it.
+
+    z_mn = τ q_m·k_n        then softcap·tanh(z / softcap), − slope_h |m + N − M − n|, + logit_bias
+    sigmoid   o_m = Σ_n σ(z_mn + b_m) v_n                Ramapuram et al. 2024, arXiv:2409.04431
+    ssmax     o_m = Σ_n softmax_n(c_m z_mn) v_n          Nakanishi 2025, arXiv:2501.19399
+
+Letters: B batch, H query heads, G key/value heads, M queries, N keys, D and V head dims.
+"""
+
+import importlib.util
+import math
+
+import torch
+from torch import Tensor
+
+from hf_sigmoid import cpu, reference
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+BACKENDS = ("auto", "triton", "torch", "reference")
+
+# A boolean mask up to this size may be built for scaled_dot_product_attention: it is the faster
+# softmax, and beyond it the blocked path keeps memory O(block·N).
+DENSE_MASK_ELEMENTS = 1 << 22
+
+
+def sigmoid_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float | None = None,
+    bias: float | Tensor = 0.0,
+    visible: Tensor | None = None,
+    is_causal: bool = False,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    logit_bias: Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Sigmoid attention, o_m = Σ_n σ(z_mn + b_m) v_n: no normalisation over the keys.
+
+    z_mn = τ q_m·k_n, then softcap·tanh(z / softcap), − slope_h |m + N − M − n|, + logit_bias.
+    Source: Ramapuram et al. 2024, arXiv:2409.04431.
+
+    Args:
+        query: `[B, H, M, D]`, float; any strides.
+        key: `[B, G, N, D]` with H a multiple of G (grouped heads).
+        value: `[B, G, N, V]`; V may differ from D.
+        scaling: τ; 1/√D if None.
+        bias: b_m, a float or a tensor broadcastable to `[B, H, M]`, differentiable; about −log n.
+        visible: int32 `[B, M, 2]` or `[B, 1, M, 2]`, the keys [lo, hi) that each query sees, or
+        bool
+            broadcastable to `[B, H, M, N]`, True where seen. None: every key.
+        is_causal: query m also sees no key after m + N − M (lower-right alignment).
+        softcap: bound of the logits, before anything is added to them.
+        alibi_slopes: `[H]` or `[B, H]`, differentiable.
+        logit_bias: float broadcastable to `[B, H, M, N]`, differentiable; −inf hides a key.
+        dropout: probability of dropping a weight, in [0, 1); drawn from torch's generator.
+        backend: "auto" takes the fastest that serves these arguments exactly; "triton", "torch"
+            (blocked, O(block·N) memory) or "reference" take that one or raise.
+
+    Returns:
+        `[B, H, M, V]` in query's dtype. A query that sees no key gets zeros.
+
+    Raises:
+        ValueError: an argument is wrong, or the backend asked for cannot serve it.
+    """
+    return _attention(
+        "sigmoid", query, key, value, scaling, bias, visible, is_causal, softcap, alibi_slopes,
+        logit_bias, None, dropout, backend,
+    )  # fmt: skip
+
+
+def ssmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float | None = None,
+    multiplier: float | Tensor = 1.0,
+    visible: Tensor | None = None,
+    is_causal: bool = False,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    logit_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+    return_log_sum_exp: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scalable softmax, o_m = Σ_n softmax_n(c_m z_mn) v_n with c_m = s·log n_m + b.
+
+    The whole logit is multiplied, soft cap and biases included; a sink's is not.
+    Source: Nakanishi 2025, arXiv:2501.19399.
+
+    Args:
+        multiplier: c_m, a float or a tensor broadcastable to `[B, H, M]`, differentiable; 1 is
+        softmax. sinks: `[H]`, differentiable: exp(sink_h) is one more term of the softmax's
+        denominator. return_log_sum_exp: also return the logarithm of that denominator, float32 `[B,
+        H, M]`, −inf where a
+            query sees nothing; not differentiable, and not from backend "reference".
+
+    The other arguments, the result and the errors are those of `sigmoid_attention`.
+    """
+    return _attention(
+        "ssmax", query, key, value, scaling, multiplier, visible, is_causal, softcap, alibi_slopes,
+        logit_bias, sinks, dropout, backend, return_log_sum_exp,
+    )  # fmt: skip
+
+
+def _attention(function, query, key, value, scaling, row, visible, is_causal, softcap, alibi_slopes,
+               logit_bias, sinks, dropout, backend, return_log_sum_exp=False):  # fmt: skip
+    _check(function, query, key, value, scaling, row, visible, softcap, alibi_slopes, logit_bias,
+           sinks, dropout, backend)  # fmt: skip
+    backend = _choose(function, query, value, dropout, backend)
+    B, H, M, D = query.shape
+    N = key.shape[2]
+    scaling = D**-0.5 if scaling is None else float(scaling)
+
+    if backend == "reference":
+        if return_log_sum_exp:
+            raise ValueError(
+                "return_log_sum_exp needs backend 'auto', 'torch' or 'triton', got 'reference'"
+            )
+        extra = {} if function == "sigmoid" else {"sinks": sinks}
+        name = "bias" if function == "sigmoid" else "multiplier"
+        call = reference.sigmoid_attention if function == "sigmoid" else reference.ssmax_attention
+        return call(
+            query, key, value, scaling=scaling, **{name: row}, visible=visible, is_causal=is_causal,
+            softcap=softcap, alibi_slopes=alibi_slopes, logit_bias=logit_bias, dropout=dropout,
+            **extra,
+        )[0]  # fmt: skip
+
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    if not isinstance(row, Tensor):
+        row = torch.full((), float(row), dtype=dtype, device=query.device)
+    row = row.to(dtype).expand(B, H, M)
+    unusual = (softcap, alibi_slopes, logit_bias, sinks)
+    plain = all(argument is None for argument in unusual) and not return_log_sum_exp
+    if backend == "torch" and function == "ssmax" and plain:
+        small = visible is not None and B * M * N <= DENSE_MASK_ELEMENTS
+        if small or (visible is None and (not is_causal or M == N or M == 1)):
+            return _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout)
+
+    intervals, mask = _intervals(visible, B, M, N, is_causal, query.device)
+    if mask is not None:
+        mask = mask.expand(B, H, M, N)
+    if logit_bias is not None:
+        # −inf hides a key: 0·(−inf) and a negative multiplier would make it anything but hidden.
+        logit_bias = logit_bias.to(dtype).expand(B, H, M, N)
+        shown = logit_bias != float("-inf")
+        mask = shown if mask is None else mask & shown
+        logit_bias = logit_bias.masked_fill(~shown, 0.0)
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.to(dtype).expand(B, H)
+    if sinks is not None:
+        sinks = sinks.to(dtype)
+    seed = int(torch.randint(1 << 62, ())) if dropout else 0
+    if backend == "triton":
+        from hf_sigmoid.kernels import flash
+
+        call = flash.attention
+    else:
+        call = cpu.attention
+    output, log_sum_exp = call(
+        query, key, value, row, intervals, mask, logit_bias, alibi_slopes, sinks, function, scaling,
+        0.0 if softcap is None else float(softcap), float(dropout), seed,
+    )  # fmt: skip
+    return (output, log_sum_exp.detach()) if return_log_sum_exp else output
+
+
+def _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout):
+    """softmax_n((c_m q_m)·k_n): any softmax kernel is ssmax on scaled queries."""
+    B, H, M, _ = query.shape
+    G, N = key.shape[1:3]
+    query = (query * row.unsqueeze(-1)).to(query.dtype)
+    # As transformers does, so that a multiplier of 1 gives its softmax to the last bit.
+    grouped = {"enable_gqa": True} if visible is None and H != G else {}
+    if visible is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            dropout_p=dropout,
+            is_causal=is_causal and M > 1,
+            scale=scaling,
+            **grouped,
+        )
+    intervals, shown = _intervals(visible, B, M, N, is_causal, query.device)
+    if shown is None or is_causal:
+        columns = torch.arange(N, device=query.device)
+        lo, hi = intervals.view(B, 1, M, 1, 2).unbind(-1)
+        inside = (columns >= lo) & (columns < hi)
+        shown = inside if shown is None else inside & shown
+    key, value = key.repeat_interleave(H // G, 1), value.repeat_interleave(H // G, 1)
+    # A row that sees nothing has no softmax: let it see everything, then drop it and its gradient.
+    empty = ~shown.any(-1, keepdim=True)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=shown | empty, dropout_p=dropout, scale=scaling
+    )
+    return output.masked_fill(empty, 0.0)
+
+
+def _intervals(visible, B, M, N, is_causal, device):
+    """Row intervals int32 `[B, M, 2]` within [0, N], and the boolean mask if `visible` is one."""
+    mask = None
+    if visible is None or visible.dtype == torch.bool:
+        mask = visible
+        lo = torch.zeros((), dtype=torch.int32, device=device).expand(B, M)
+        hi = torch.full((), N, dtype=torch.int32, device=device).expand(B, M)
+    else:
+        lo, hi = visible.view(B, M, 2).clamp(0, N).unbind(-1)
+    if is_causal:
+        after = torch.arange(1, M + 1, dtype=torch.int32, device=device) + (N - M)
+        hi = torch.minimum(hi, after.clamp(min=0))
+    return torch.stack([lo, torch.maximum(lo, hi)], -1), mask
+
+
+def _choose(function, query, value, dropout, backend):
+    """The backend that will run: "triton", "torch" or "reference"."""
+    if backend in ("torch", "reference") or (backend == "auto" and not query.is_cuda):
+        return "torch" if backend == "auto" else backend
+    if why := _triton_refusal(query, value, dropout):
+        if backend == "triton":
+            raise ValueError(f"backend='triton' cannot run {function} attention here: {why}")
+        return "torch"
+    return "triton"
+
+
+def _triton_refusal(query: Tensor, value: Tensor, dropout: float) -> str | None:
+    """Why the Triton kernels cannot serve these arguments; None if they can."""
+    if not HAS_TRITON:
+        return "the package triton is not installed"
+    if not query.is_cuda and not _interprets():
+        return (
+            f"expected tensors on a GPU, got {query.device} "
+            "(TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
+        )
+    if query.dtype == torch.float64 and query.is_cuda:
+        return "expected float32, bfloat16 or float16, got float64"
+    if dropout:
+        return f"expected dropout=0.0, got {dropout}"
+    if max(query.shape[-1], value.shape[-1]) > 256:
+        return f"expected head dims up to 256, got {query.shape[-1]} and {value.shape[-1]}"
+    return None
+
+
+def _interprets() -> bool:
+    import triton
+
+    return triton.knobs.runtime.interpret
+
+
+def _check(function, query, key, value, scaling, row, visible, softcap, alibi_slopes, logit_bias,
+           sinks, dropout, backend):  # fmt: skip
+    """One ValueError that names what was given and what was expected, before any work."""
+    name = "bias" if function == "sigmoid" else "multiplier"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    for label, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4 or not tensor.is_floating_point():
+            given = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            given = f"{given} {tensor.dtype}" if isinstance(tensor, Tensor) else given
+            raise ValueError(f"{label} must be a float tensor of four dimensions, got {given}")
+    for label, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{label} must have query's dtype {query.dtype}, got {tensor.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(
+                f"{label} must be on query's device {query.device}, got {tensor.device}"
+            )
+        if tensor.shape[0] != query.shape[0]:
+            raise ValueError(
+                f"{label} must have query's batch {query.shape[0]}, got {tensor.shape[0]}"
+            )
+    B, H, M, D = query.shape
+    G, N = key.shape[1:3]
+    if key.shape[3] != D:
+        raise ValueError(f"key must have query's head dim {D}, got {key.shape[3]}")
+    if value.shape[1:3] != (G, N):
+        raise ValueError(
+            f"value must have key's heads and length {[G, N]}, got {list(value.shape[1:3])}"
+        )
+    if G == 0 or H % G:
+        raise ValueError(f"query heads must be a multiple of key heads, got {H} and {G}")
+
+    _check_row(name, row, (B, H, M), query.device)
+    if visible is not None:
+        _check_visible(visible, B, H, M, N, query.device)
+    if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((H,), (B, H)):
+        raise ValueError(f"alibi_slopes must be {[H]} or {[B, H]}, got {list(alibi_slopes.shape)}")
+    if logit_bias is not None:
+        if not isinstance(logit_bias, Tensor) or not logit_bias.is_floating_point():
+            raise ValueError(f"logit_bias must be a float tensor, got {_describe(logit_bias)}")
+        _check_broadcast("logit_bias", logit_bias, (B, H, M, N))
+    if sinks is not None and tuple(sinks.shape) != (H,):
+        raise ValueError(f"sinks must be {[H]}, got {list(sinks.shape)}")
+    if scaling is not None and not math.isfinite(scaling):
+        raise ValueError(f"scaling must be finite, got {scaling}")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap must be positive and finite, or None, got {softcap}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+
+
+def _check_row(name, row, shape, device):
+    if not isinstance(row, Tensor):
+        if isinstance(row, bool) or not isinstance(row, (int, float)):
+            raise ValueError(f"{name} must be a float or a tensor, got {type(row).__name__}")
+        if not math.isfinite(row):
+            raise ValueError(f"{name} must be finite, got {row}")
+        return
+    if not row.is_floating_point():
+        raise ValueError(f"{name} must be a float tensor, got {row.dtype}")
+    if row.device != device:
+        raise ValueError(f"{name} must be on query's device {device}, got {row.device}")
+    _check_broadcast(name, row, shape)
+    finite = torch.isfinite(row).all()
+    if row.is_cpu and not torch.compiler.is_compiling():
+        if not finite:
+            raise ValueError(
+                f"{name} must be finite, got {int((~torch.isfinite(row)).sum())} values not so"
+            )
+    else:
+        # Reading it here would wait for the device, or break a compiled graph.
+        torch._assert_async(finite, f"{name} must be finite")
+
+
+def _check_visible(visible, B, H, M, N, device):
+    if not isinstance(visible, Tensor) or visible.dtype not in (torch.bool, torch.int32):
+        raise ValueError(
+            f"visible must be bool broadcastable to {[B, H, M, N]} or int32 {[B, M, 2]}, "
+            f"got {_describe(visible)}"
+        )
+    if visible.device != device:
+        raise ValueError(f"visible must be on query's device {device}, got {visible.device}")
+    if visible.dtype == torch.bool:
+        _check_broadcast("visible", visible, (B, H, M, N))
+    elif tuple(visible.shape) not in ((B, M, 2), (B, 1, M, 2)):
+        raise ValueError(
+            f"visible as row intervals must be {[B, M, 2]} or {[B, 1, M, 2]}, "
+            f"got {list(visible.shape)}"
+        )
+
+
+def _check_broadcast(name, tensor, shape):
+    given = tuple(tensor.shape)
+    fits = len(given) <= len(shape) and all(
+        size in (1, full) for size, full in zip(given[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{name} must be broadcastable to {list(shape)}, got {list(given)}")
+
+
+def _describe(thing) -> str:
+    if isinstance(thing, Tensor):
+        return f"{thing.dtype} {list(thing.shape)}"
+    return type(thing).__name__

@@ -1,0 +1,155 @@
+"""From transformers' mask arguments to row intervals: the one contiguous range of keys each query
+sees.
+
+Every mask that transformers makes in practice lets row m see keys [lo_m, hi_m): causal, padding,
+sliding window, chunks, packed documents, a static cache's unused tail, bidirectional blocks. An
+int32 tensor [B, 1, M, 2] says all of it in O(M) memory, and n_m = hi_m − lo_m exactly. Where a
+row's keys are not contiguous the dense boolean mask is kept: slower, never wrong.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+# Booleans of the index mask that are made and reduced together: on a CPU they stay in its cache,
+# which is 4 times faster than 64 Mi at once (8192 × 8192); a GPU would spend its time launching
+# such small blocks.
+BLOCK_ELEMENTS = {"cpu": 1 << 20, "other": 1 << 28}
+
+# These combine the mask with one of their own, so they need it as transformers makes it.
+DENSE = {
+    "axk2", "deepseek_v32", "deepseek_v4", "doge", "dots3_note", "glm_moe_dsa", "hy_v4", "hy_v4_vl",
+    "mistral_large4", "t5gemma2",
+}  # fmt: skip
+
+
+def interval_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function=causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config=None,
+    **kwargs,
+) -> Tensor | None:
+    """The mask function that transformers calls for our two names.
+
+    Returns:
+        None (causal with M = N, or everything visible), int32 row intervals `[B, 1, M, 2]`, or a
+        bool mask `[B, 1, M, N]` where some row's keys are not contiguous.
+    """
+    unlimited = (local_size is None or kv_length < local_size) and _sees_all(attention_mask)
+    # None must mean lower-right causal: transformers' own upper-left one is wrong for a static
+    # cache.
+    if unlimited and allow_is_causal_skip and q_length == kv_length:
+        return None
+    if unlimited and allow_is_bidirectional_skip:
+        return None
+
+    def dense(start: int, rows: int) -> Tensor:
+        return sdpa_mask(
+            batch_size, rows, kv_length, q_offset + start, kv_offset, mask_function, attention_mask,
+            local_size, False, False, use_vmap=use_vmap, device=device,
+        )  # fmt: skip
+
+    model_type = re.sub("_(text|encoder|decoder)$", "", getattr(config, "model_type", ""))
+    if model_type in DENSE:
+        return dense(0, q_length)
+    # A compiler fuses mask and reductions, and must not see a loop whose length depends on a shape.
+    elements = BLOCK_ELEMENTS["cpu" if torch.device(device).type == "cpu" else "other"]
+    step = (
+        q_length if torch.compiler.is_compiling() else max(1, elements // (batch_size * kv_length))
+    )
+    parts = [
+        _reduce(dense(start, min(step, q_length - start))) for start in range(0, q_length, step)
+    ]
+    lo, hi, count = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    contiguous = (count == hi - lo).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(
+            contiguous, "a compiled model needs masks without holes: each row's keys contiguous"
+        )
+    elif not contiguous:
+        return dense(0, q_length)
+    intervals = torch.stack([lo, hi], -1).to(torch.int32)
+    return intervals.expand(batch_size, q_length, 2).unsqueeze(1)
+
+
+def is_intervals(mask: Tensor) -> bool:
+    """Is this attention mask our own int32 [B, 1, M, 2]?"""
+    return mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[-1] == 2
+
+
+def packed_intervals(
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
+    M: int,
+    N: int,
+    is_causal: bool,
+    window: int | None,
+) -> Tensor:
+    """Row intervals int32 [1, 1, M, 2] of packed sequences, from cumulative lengths; never waits
+    for a GPU.
+
+    Lower-right causal inside each sequence; rows beyond the last sequence see nothing.
+    """
+    rows = torch.arange(M, device=cu_seq_lens_q.device)
+    ends_q, ends_k = cu_seq_lens_q.long(), cu_seq_lens_k.long()
+    document = torch.searchsorted(ends_q[1:].contiguous(), rows, right=True).clamp(
+        max=ends_q.numel() - 2
+    )
+    lo, hi = ends_k[document], ends_k[document + 1]
+    if is_causal:
+        hi = hi - (ends_q[document + 1] - 1 - rows)
+    if window:
+        lo = torch.maximum(lo, hi - window)
+    hi = torch.where(rows < ends_q[-1], hi.clamp(0, N), 0)
+    return torch.stack([lo.clamp(0, N).minimum(hi), hi], -1).to(torch.int32)[None, None]
+
+
+def visible_keys(mask: Tensor | None, M: int, N: int, is_causal: bool, device: torch.device):
+    """What a model handed over as attention mask, as the arguments of the two verbs.
+
+    Returns:
+        `visible` (or None), `is_causal`, `logit_bias` (or None), and the number of keys that each
+        query sees, float32, broadcastable to [B, H, M].
+    """
+    if mask is None:
+        if not is_causal or M == 1:
+            return None, False, None, torch.full((1, 1, M), N, dtype=torch.float32, device=device)
+        count = torch.arange(1, M + 1, device=device, dtype=torch.float32) + (N - M)
+        return None, True, None, count.clamp(min=0).view(1, 1, M)
+    if is_intervals(mask):
+        lo, hi = mask.unbind(-1)
+        return mask, False, None, (hi - lo).float()
+    mask = mask[..., :N]
+    if mask.dtype == torch.bool:
+        return mask, False, None, mask.sum(-1).float()
+    # An additive mask: its most negative entries hide, the others are added to the logits.
+    shown = mask > torch.finfo(mask.dtype).min / 2
+    return shown, False, torch.where(shown, mask, 0.0), shown.sum(-1).float()
+
+
+def _sees_all(attention_mask: Tensor | None) -> bool:
+    if attention_mask is None:
+        return True
+    return not torch.compiler.is_compiling() and bool(attention_mask.all())
+
+
+def _reduce(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """First visible key, one past the last, and their number, each [B, M], of [B, 1, M, N]."""
+    mask = mask[:, 0]
+    N = mask.shape[-1]
+    columns = torch.arange(N, dtype=torch.int32, device=mask.device)
+    hi = torch.where(mask, columns + 1, 0).amax(-1)
+    lo = torch.where(mask, columns, N).amin(-1).minimum(hi)
+    return lo, hi, mask.sum(-1)

@@ -1,0 +1,246 @@
+"""What the forward and both backward kernels share: addresses, visible ranges, logits and σ.
+
+    z_mn = τ q_m·k_n;  softcap·tanh(z/softcap);  − slope |m + N − M − n|;  + logit_bias
+
+Tiles are [queries, keys] in the forward and dq kernels and [keys, queries] in the dk-dv kernel, so
+helpers take `rows` and `cols` already shaped to broadcast against the tile.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Strided(NamedTuple):
+    """A tensor as a kernel sees it: one argument, any strides (0 where it is expanded)."""
+
+    ptr: Tensor
+    strides: tuple[int, ...]
+
+
+def strided(tensor: Tensor | None) -> Strided | None:
+    """None stays None: kernels compile an absent term away."""
+    return None if tensor is None else Strided(tensor, tensor.stride())
+
+
+def constants(query: Tensor, key: Tensor, value: Tensor, function: str, softcap: float) -> dict:
+    """The compile-time arguments that all three kernels take."""
+    D, V = query.shape[-1], value.shape[-1]
+    return {
+        "H": query.shape[1],
+        "G": key.shape[1],
+        "D": D,
+        "V": V,
+        # Tensor cores want 16 and tl.arange wants powers of two; dims beyond D and V are loaded as 0.
+        "BLOCK_D": max(16, triton.next_power_of_2(D)),
+        "BLOCK_V": max(16, triton.next_power_of_2(V)),
+        "FUNCTION": function,
+        "HAS_SOFTCAP": softcap > 0,
+        "ACC": tl.float64 if query.dtype == torch.float64 else tl.float32,
+    }
+
+
+@triton.jit
+def head_ptr(x, b, h):
+    """Where the matrix of batch b and head h begins."""
+    return x.ptr + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[1]
+
+
+@triton.jit
+def load_matrix(ptr, x, start, local, shown, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """[rows start + local, BLOCK dims] of one head; 0 where not `shown` (None: all are) or past SIZE.
+
+    `local` does not change in a loop over `start`, so its offsets are computed once, before it.
+    """
+    dims = tl.arange(0, BLOCK)
+    offsets = local.to(tl.int64)[:, None] * x.strides[2] + dims.to(tl.int64)[None, :] * x.strides[3]
+    ptrs = ptr + start.to(tl.int64) * x.strides[2] + offsets
+    if shown is None:
+        if SIZE == BLOCK:
+            return tl.load(ptrs)
+        else:
+            return tl.load(ptrs, mask=(dims < SIZE)[None, :], other=0.0)
+    else:
+        if SIZE == BLOCK:
+            return tl.load(ptrs, mask=shown[:, None], other=0.0)
+        else:
+            return tl.load(ptrs, mask=shown[:, None] & (dims < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def store_matrix(ptr, x, rows, tile, size, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the rows below `size` and the dims below SIZE of a tile, in the tensor's dtype."""
+    dims = tl.arange(0, BLOCK)
+    offsets = rows.to(tl.int64)[:, None] * x.strides[2] + dims.to(tl.int64)[None, :] * x.strides[3]
+    inside = (rows < size)[:, None] & (dims < SIZE)[None, :]
+    tl.store(ptr + offsets, tile.to(x.ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def score_ptrs(x, b, h, rows, cols):
+    """Addresses of a tile of a [B, H, M, N] tensor."""
+    rows, cols = rows.to(tl.int64), cols.to(tl.int64)
+    return head_ptr(x, b, h) + rows * x.strides[2] + cols * x.strides[3]
+
+
+@triton.jit
+def row_ptrs(x, b, h, rows):
+    """Addresses of rows of a [B, H, M] tensor."""
+    return head_ptr(x, b, h) + rows.to(tl.int64) * x.strides[2]
+
+
+@triton.jit
+def load_intervals(intervals, b, rows, M, N):
+    """The keys [lo, hi) that each row sees, within [0, N); rows from M on see nothing."""
+    ptrs = intervals.ptr + b.to(tl.int64) * intervals.strides[0]
+    ptrs += rows.to(tl.int64) * intervals.strides[1]
+    lo = tl.load(ptrs, mask=rows < M, other=0)
+    hi = tl.load(ptrs + intervals.strides[2], mask=rows < M, other=0)
+    return tl.maximum(lo, 0), tl.minimum(hi, N)
+
+
+@triton.jit
+def key_range(lo, hi, rows, M, N):
+    """Keys outside [first, last) no row sees; keys in [all_first, all_last) every row below M sees."""
+    sees = lo < hi
+    first = tl.min(tl.where(sees, lo, N), 0)
+    last = tl.max(tl.where(sees, hi, 0), 0)
+    all_first = tl.max(tl.where(rows < M, lo, 0), 0)
+    all_last = tl.min(tl.where(rows < M, hi, N), 0)
+    return first, last, all_first, all_last
+
+
+@triton.jit
+def split_range(first, last, all_first, all_last, BLOCK: tl.constexpr):
+    """Tiles of BLOCK keys as [start, stop), of which [full_start, full_stop) need no mask."""
+    start = first // BLOCK * BLOCK
+    full_start = tl.cdiv(all_first, BLOCK) * BLOCK
+    full_stop = tl.maximum(full_start, all_last // BLOCK * BLOCK)
+    return start, tl.maximum(start, last), full_start, full_stop
+
+
+@triton.jit
+def visible(lo, hi, mask, b, h, rows, cols, M, N):
+    """Which elements of a tile take part."""
+    keep = (cols >= lo) & (cols < hi)
+    if mask is not None:
+        inside = (rows < M) & (cols < N)
+        keep = keep & (tl.load(score_ptrs(mask, b, h, rows, cols), mask=inside, other=0) != 0)
+    return keep
+
+
+@triton.jit
+def distance(rows, cols, M, N):
+    """|m + N − M − n|; the difference is taken in float because converting a tile is slow."""
+    return tl.abs((rows + (N - M)).to(tl.float32) - cols.to(tl.float32))
+
+
+@triton.jit
+def reciprocal(x):
+    """1/x of x ≥ 1: one special-function operation, without the fix-up code of a division."""
+    r = tl.rsqrt(x)
+    return r * r
+
+
+@triton.jit
+def tanh(x):
+    """tanh, relatively accurate near 0 too, where 1 − 2^… alone would cancel."""
+    a = tl.abs(x)
+    e = tl.exp2(a * (-2 * LOG2E))
+    large = (1.0 - e) * reciprocal(1.0 + e)
+    t = tl.where(x < 0, -large, large)
+    if x.dtype == tl.float64:
+        return t
+    else:
+        # Taylor series: below 1/4 the first term left out is 1e-8 of the sum.
+        y = x * x
+        series = tl.fma(y, 62.0 / 2835.0, -17.0 / 315.0)
+        series = tl.fma(y, series, 2.0 / 15.0)
+        series = tl.fma(y, series, -1.0 / 3.0)
+        return tl.where(a < 0.25, tl.fma(x * y, series, x), t)
+
+
+@triton.jit
+def logits(s, bias, slope, sign, b, h, rows, cols, M, N, scaling, softcap,
+           HAS_SOFTCAP: tl.constexpr):  # fmt: skip
+    """z of raw scores s = q·k, in units of `unit`, and ∂z/∂(τs).
+
+    `slope` is None without ALiBi. `sign` (±1, a row vector or 1.0) multiplies what is added: the
+    forward pass of ssmax has it in q already, to see the row's largest c·z as the largest score.
+    """
+    z = s
+    dcap = 1.0
+    if HAS_SOFTCAP:
+        t = tanh(s * (scaling / softcap))
+        dcap = tl.fma(-t, t, 1.0)
+        z = t * softcap
+    elif (bias is not None) or (slope is not None):
+        z = s * scaling
+    if slope is not None:
+        z = tl.fma(distance(rows, cols, M, N).to(z.dtype), -slope, z)
+    if bias is not None:
+        inside = (rows < M) & (cols < N)
+        added = tl.load(score_ptrs(bias, b, h, rows, cols), mask=inside, other=0.0)
+        z = tl.fma(added.to(z.dtype), sign, z)
+    return z, dcap
+
+
+@triton.jit
+def unit(bias, slopes, scaling, HAS_SOFTCAP: tl.constexpr):
+    """What `logits` leaves out of z: τ where nothing follows it, so that it folds into one fma."""
+    if HAS_SOFTCAP or (bias is not None) or (slopes is not None):
+        return 1.0
+    else:
+        return scaling
+
+
+@triton.jit
+def sigmoid_offset(row, FORM: tl.constexpr):
+    """The addend of `sigmoid`'s argument: −b in base 2, and the shift of the pair form."""
+    if FORM == "pair":
+        return tl.fma(row, -LOG2E, -60.0)
+    else:
+        return row * -LOG2E
+
+
+@triton.jit
+def sigmoid(x, FORM: tl.constexpr):
+    """σ = 1/(1 + 2^x) with x = −(z + b) log₂e, relatively accurate however small σ is.
+
+    pair: x comes 60 lower; a = min(1, 2^x + 2^-60) is (1 + e)·2^-60, and two neighbours share one
+    reciprocal: m = 2^-60/(a a'), σ = m a', σ' = m a. The saturating add keeps a a' ≥ 2^-120 and costs
+    nothing; it bounds σ from below by 2^-60.
+    """
+    if FORM == "pair":
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 a, b, m;
+            add.sat.f32 a, $2, 0f21800000;
+            add.sat.f32 b, $3, 0f21800000;
+            mul.f32 m, a, b;
+            rcp.approx.ftz.f32 m, m;
+            mul.f32 m, m, 0f21800000;
+            mul.f32 $0, m, b;
+            mul.f32 $1, m, a;
+            }""",
+            "=f,=f,f,f",
+            [tl.exp2(x)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        tl.static_assert(FORM == "rsqrt")
+        return reciprocal(1.0 + tl.exp2(x))
+
+
+@triton.jit
+def dot(a, b, acc):
+    """a @ b + acc (None: 0), without tf32."""
+    return tl.dot(a, b, acc, input_precision="ieee")

@@ -1,0 +1,301 @@
+"""Continue pretraining a causal language model on packed documents.
+
+    accelerate launch recipes/continue_pretrain.py --config recipes/ssmax/continue.yaml \
+        model=MODEL output_dir=runs/ssmax KEY=VALUE …
+
+The loss of a step is the sum of its cross entropies over the number of tokens it predicts, counted
+over all micro-batches and processes, so it does not depend on how the batch is divided. A killed
+run goes on from its last complete checkpoint and repeats the losses of an uninterrupted one to the
+last bit: the place in the text is saved, and learning rates and random numbers are functions of
+the step.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import checkpointing
+import corpus
+import errors
+import optimization
+import resuming
+import run_config
+import torch
+from accelerate.utils import set_seed
+from errors import BadInput
+from loading import data_parallel, load, max_positions
+from packing import IGNORED, Packer, documents_leak, predicted_tokens, step_batches
+from run_log import RunLog
+from stop_signal import StopSignal
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_sigmoid  # noqa: F401 (registers the attention functions)
+from hf_sigmoid.conversions.embedded import checkpoint as resolve
+
+RECORD = "training.json"  # in the final model's folder: how it was trained
+
+
+def main(argv: list[str] | None = None) -> Path | None:
+    """Train as the command line says; the folder of the final model, None if not finished."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", help="YAML file of the keys in recipes/run_config.py")
+    parser.add_argument("--dry-run", action="store_true", help="print the parameter groups only")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="win over the file")
+    # Intermixed: keys may stand before, between and after the options.
+    args = parser.parse_intermixed_args(argv)
+    run = run_config.load(args.config, args.overrides)
+    return Training(run).start(dry_run=args.dry_run)
+
+
+class Training:
+    """One run: what it needs is checked and loaded by `start`, then `_steps` does the work."""
+
+    def __init__(self, run: run_config.Run):
+        self.run = run
+        self.folder = Path(run.output_dir)
+        self.checkpoints = self.folder / resuming.CHECKPOINTS
+        self.final = self.folder / "final"
+
+    def start(self, *, dry_run: bool) -> Path | None:
+        run = self.run
+        self.resumed = None if dry_run else resuming.find(self.folder, run)
+        documents = corpus.documents(run.data.path, run.data.field)
+        self.accelerator = data_parallel(run.train.precision)
+        self.ranks, self.rank = self.accelerator.num_processes, self.accelerator.process_index
+        self.blocks_per_step = self.ranks * run.train.batch_size * run.train.grad_accumulation
+        self.corpus_sha256 = corpus.fingerprint(documents)
+        if self.resumed:
+            resuming.check(
+                self.resumed,
+                run,
+                blocks_per_step=self.blocks_per_step,
+                corpus_sha256=self.corpus_sha256,
+            )
+        if not dry_run and self._finished_steps() == run.train.steps:
+            self._say(f"{self.final} is already there, after {run.train.steps} steps")
+            return self.final
+
+        with self.accelerator.local_main_process_first():
+            source = resolve(run.model)
+        positions = max_positions(source)
+        if positions is not None and run.train.block_size > positions:
+            raise BadInput(
+                f"train.block_size: expected at most the model's {positions} positions "
+                f"(max_position_embeddings), got {run.train.block_size}"
+            )
+        self.tokenizer = load(AutoTokenizer, source)
+        encode = corpus.encoder(self.tokenizer, run.data.append_eos)
+        corpus.check_length(documents, encode, run.train.block_size)
+        self.packer = Packer(documents, encode, run.train.block_size, run.seed)
+
+        model = self._load_model(source)
+        groups = optimization.parameter_groups(model, run)
+        if dry_run:
+            self._say(optimization.describe(groups))
+            tokens = self.blocks_per_step * run.train.block_size
+            self._say(f"{tokens:,} tokens a step, {tokens * run.train.steps:,} in all")
+            return None
+        if not groups:
+            raise BadInput(f"{run.model} has no parameter that trains")
+        self.model = self.accelerator.prepare(model)
+        self.optimizer = torch.optim.AdamW(
+            groups, betas=(run.optim.beta1, run.optim.beta2), eps=run.optim.eps
+        )
+        return self._train()
+
+    def _finished_steps(self) -> int | None:
+        record = self.final / RECORD
+        return json.loads(record.read_text(encoding="utf-8"))["step"] if record.exists() else None
+
+    def _load_model(self, source: str) -> torch.nn.Module:
+        run = self.run
+        # Weights stay in fp32: precision=bf16 is autocast, and small updates are not rounded away.
+        model = load(
+            AutoModelForCausalLM,
+            str(self.resumed.folder / "model") if self.resumed else source,
+            dtype=torch.float32,
+            **({"attn_implementation": run.attn} if run.attn else {}),
+        )
+        # Where it will run: another device is another attention path.
+        model.to(self.accelerator.device)
+        if documents_leak(model):
+            raise BadInput(
+                f"{type(model).__name__} with attn {model.config._attn_implementation!r} lets the "
+                "documents of a packed block see each other; expected one that honours position_ids"
+            )
+        if run.train.gradient_checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        return model.train()
+
+    def _train(self) -> Path | None:
+        run, done = self.run, 0
+        if self.resumed:
+            done = self.resumed.step
+            self.packer.load_state(self.resumed.manifest["packer"])
+            checkpointing.load_optimizer(
+                self.resumed.folder / checkpointing.OPTIMIZER, self.optimizer, self._bare_model()
+            )
+            self._say(f"resuming after step {done} of {run.train.steps}")
+        self.log = None
+        if self.accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            checkpointing.write_text(self.folder / resuming.CONFIG, run_config.dump(run))
+            checkpointing.remove_unfinished(self.checkpoints)
+            self.log = RunLog(self.folder / "log.jsonl", after=done)
+
+        stop = StopSignal()
+        try:
+            finished = self._steps(done, stop)
+        finally:
+            stop.restore()
+            if self.log:
+                self.log.close()
+        if not finished:
+            return None
+        if self.accelerator.is_main_process:
+            checkpointing.publish(self.final, self._write_final)
+        self.accelerator.wait_for_everyone()
+        self._say(f"final model in {self.final}")
+        return self.final
+
+    def _write_final(self, folder: Path) -> None:
+        checkpointing.save_model(folder, self._bare_model(), self.tokenizer)
+        record = {"step": self.run.train.steps, **run_config.flat(self.run)}
+        (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    def _steps(self, done: int, stop: StopSignal) -> bool:
+        """Train from step `done` on; False if a signal ended it early, after saving."""
+        run = self.run
+        bar = tqdm(
+            total=run.train.steps,
+            initial=done,
+            unit="step",
+            disable=not self.accelerator.is_main_process,
+        )
+        with bar:
+            for step in range(done + 1, run.train.steps + 1):
+                started = time.perf_counter()
+                values, stopping = self._step(step, stop)
+                tokens_per_step = self.blocks_per_step * run.train.block_size
+                values |= {
+                    "tokens": step * tokens_per_step,
+                    "tok_s": tokens_per_step / (time.perf_counter() - started),
+                }
+                if self.log:
+                    self.log.write(step=step, **values)
+                bar.update()
+                bar.set_postfix_str(f"loss {values['loss']:.4f}, {values['tok_s']:,.0f} tok/s")
+                last = step == run.train.steps
+                every = run.checkpoint.every
+                if (stopping and not last) or (every and step % every == 0):
+                    self._save(step)
+                if stopping and not last:
+                    self._say(f"stopped by a signal; step {step} is saved")
+                    return False
+        return True
+
+    def _step(self, step: int, stop: StopSignal) -> tuple[dict[str, Any], bool]:
+        """One update. The values to log, and whether any process was asked to stop."""
+        run, accelerator = self.run, self.accelerator
+        # Dropout's numbers follow from the step, so there is no generator state to save.
+        set_seed(((run.seed * 1_000_003 + step) * 4099 + self.rank) % 2**32)
+        batches = step_batches(
+            self.packer,
+            rank=self.rank,
+            ranks=self.ranks,
+            batch_size=run.train.batch_size,
+            grad_accumulation=run.train.grad_accumulation,
+        )
+        predicted = max(1, int(self._sum(predicted_tokens(batches))))
+        total = 0.0
+        for number, batch in enumerate(batches, 1):
+            last = number == len(batches)
+            with nullcontext() if last else accelerator.no_sync(self.model):
+                loss = _summed_cross_entropy(self.model, batch, accelerator.device)
+                # DDP averages gradients over the processes; this loss is their sum.
+                accelerator.backward(loss * (self.ranks / predicted))
+            total += loss.item()
+        total, stopping = self._sum(total, float(stop.asked))
+        loss = total / predicted
+        grad_norm = accelerator.clip_grad_norm_(
+            [p for group in self.optimizer.param_groups for p in group["params"]],
+            run.optim.clip or math.inf,
+        ).item()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise FloatingPointError(
+                f"step {step}: loss {loss}, gradient norm {grad_norm}; no weight was changed, and "
+                f"the last checkpoint in {self.checkpoints} is good"
+            )
+        factor = optimization.lr_factor(
+            step,
+            steps=run.train.steps,
+            warmup_steps=run.warmup_steps,
+            min_ratio=run.optim.min_lr_ratio,
+        )
+        optimization.set_lr(self.optimizer, factor)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss, "lr": run.optim.lr * factor, "grad_norm": grad_norm}, bool(stopping)
+
+    def _save(self, step: int) -> None:
+        if self.accelerator.is_main_process:
+            self.log.sync()
+            checkpointing.save(
+                self.checkpoints,
+                step=step,
+                keep=self.run.checkpoint.keep,
+                model=self._bare_model(),
+                tokenizer=self.tokenizer,
+                optimizer=self.optimizer,
+                state={
+                    "packer": self.packer.state(),
+                    "blocks_per_step": self.blocks_per_step,
+                    "corpus_sha256": self.corpus_sha256,
+                },
+            )
+        self.accelerator.wait_for_everyone()
+
+    def _sum(self, *values: float) -> Any:
+        """Values summed over the processes, in float64."""
+        # On CPU first: some accelerators have no float64.
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.ranks > 1:
+            tensor = self.accelerator.reduce(tensor.to(self.accelerator.device), "sum")
+        summed = tensor.tolist()
+        return summed if len(summed) > 1 else summed[0]
+
+    def _bare_model(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
+
+    def _say(self, message: str) -> None:
+        if self.accelerator.is_main_process:
+            tqdm.write(message, file=sys.stdout)
+
+
+def _summed_cross_entropy(
+    model: Any, batch: dict[str, torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    # Without a mask and a cache, transformers reads the documents off position_ids.
+    logits = model(
+        input_ids=batch["input_ids"],
+        position_ids=batch["position_ids"],
+        attention_mask=None,
+        use_cache=False,
+    ).logits
+    return torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1),
+        batch["labels"].flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,54 @@
+"""Getting models, tokenizers and processes ready for a recipe."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from errors import BadInput
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def load(kind: Any, source: str, **options: Any) -> Any:
+    """`kind.from_pretrained`, with its complaints as bad input."""
+    try:
+        return kind.from_pretrained(source, **options)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"model {source}: {kind.__name__} cannot load it: {error}") from error
+
+
+def max_positions(source: str) -> int | None:
+    """The positions a model was made for, or None if it does not say."""
+    return getattr(load(AutoConfig, source).get_text_config(), "max_position_embeddings", None)
+
+
+def check_attention(source: str, attn: str | None) -> None:
+    """Refuse a model or attention function that would not load, without loading weights."""
+    config = load(AutoConfig, source)
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(
+                config, **({"attn_implementation": attn} if attn else {})
+            )
+    except ValueError as error:
+        raise BadInput(f"model {source} with attn {attn}: {error}") from error
+
+
+def data_parallel(precision: str) -> Accelerator:
+    """An accelerator for one process or data parallel; refuses what it would get wrong.
+
+    Context parallelism would give every process its own share of the keys and no error.
+    """
+    # One process may train twice, with another precision.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(mixed_precision={"fp32": "no", "bf16": "bf16"}[precision])
+    served = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    parallelism = accelerator.parallelism_config
+    sizes = [getattr(parallelism, f"{kind}_size", 1) for kind in ("tp", "cp", "sp", "dp_shard")]
+    if accelerator.distributed_type not in served or max(sizes) > 1:
+        raise BadInput(
+            "this recipe runs on one process or data parallel, got accelerate's "
+            f"{accelerator.distributed_type.value} with {parallelism}"
+        )
+    return accelerator

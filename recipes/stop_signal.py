@@ -1,0 +1,27 @@
+"""Stopping a run from outside, at a moment of its own choosing."""
+
+import signal
+from typing import Any
+
+
+class StopSignal:
+    """Remembers that SIGTERM or SIGUSR1 came; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._previous: dict[int, Any] = {}
+        try:
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                self._previous[number] = signal.signal(number, self._ask)
+        except ValueError:
+            pass  # called as a function from another thread, which cannot set handlers
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if self.asked:
+            self.restore()
+            signal.raise_signal(number)
+        self.asked = True
+
+    def restore(self) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)

@@ -1,0 +1,34 @@
+"""Set before anything is imported: one BLAS thread for the interpreter, no hub, no GPU."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read when a kernel is defined, so it must be set before the kernels are imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # numpy's matrix products are 10 times slower with more
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "project",
+    deadline=None,  # the first example imports and compiles
+    # The same examples on every machine; HYPOTHESIS_PROFILE=explore draws new ones.
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile(
+    "explore", parent=settings.get_profile("project"), derandomize=False, max_examples=500
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

@@ -1,0 +1,194 @@
+"""Random problems, and the one oracle: the reference in float64, with an error budget that is
+computed.
+
+An implementation in some dtype may err at most twice as much as plain PyTorch errs in that same
+dtype on the same problem, plus the rounding of the result itself.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_sigmoid import functional, reference
+
+MASKS = ("none", "causal", "window", "intervals", "dense", "dense_causal")
+
+
+@dataclass
+class Problem:
+    """The arguments of one call, all float64, and the dtype in which it is to be solved."""
+
+    function: str
+    dtype: torch.dtype
+    tensors: dict[str, Tensor]  # differentiable
+    options: dict = field(default_factory=dict)
+    direction: Tensor = None  # what the output is multiplied with to get a scalar
+
+    def solve(self, call, dtype: torch.dtype, **options) -> dict[str, Tensor]:
+        """Output and gradients of `call` in `dtype`, as float64."""
+        leaves = {}
+        for name, tensor in self.tensors.items():
+            # Only q, k and v are rounded: parameters and row numbers are float32 in every model.
+            kind = (
+                dtype
+                if name in ("query", "key", "value")
+                else torch.promote_types(dtype, torch.float32)
+            )
+            rounded = tensor.to(self.dtype if name in ("query", "key", "value") else kind)
+            leaves[name] = rounded.to(kind).clone().requires_grad_()
+        output = call(**leaves, **self.options, **options)
+        output = output[0] if isinstance(output, tuple) else output
+        (output.double() * self.direction).sum().backward()
+        results = {f"d{name}": leaf.grad.double() for name, leaf in leaves.items()}
+        return {"output": output.detach().double(), **results}
+
+
+def check(problem: Problem, backend: str) -> None:
+    """Assert that a backend of the public verbs solves the problem within the budget."""
+    verb = getattr(functional, f"{problem.function}_attention")
+    check_call(problem, verb, backend=backend)
+
+
+def check_call(problem: Problem, call, **options) -> None:
+    """Assert that `call` solves the problem within the budget."""
+    plain = getattr(reference, f"{problem.function}_attention")
+    exact = problem.solve(plain, torch.float64)
+    yardstick = problem.solve(plain, problem.dtype, upcast=False)
+    given = problem.solve(call, problem.dtype, **options)
+    bounds, first_order = magnitudes(problem, amplified=False), magnitudes(problem, amplified=True)
+    eps, eps_of_sums = (
+        torch.finfo(dtype).eps
+        for dtype in (problem.dtype, torch.promote_types(problem.dtype, torch.float32))
+    )
+    for name, expected in exact.items():
+        assert given[name].shape == expected.shape, name
+        assert given[name].isfinite().all(), f"{name} is not finite"
+        error = (given[name] - expected).abs().max().item()
+        own = (yardstick[name] - expected).abs().max().item()
+        budget = 2 * own + eps * bounds[name] + 4 * eps_of_sums * first_order[name]
+        assert error <= budget, f"{name}: error {error:.3g}, budget {budget:.3g}"
+
+
+def magnitudes(problem: Problem, amplified: bool) -> dict[str, float]:
+    """Largest sum of absolute terms behind each result: what one rounding of its terms can move it
+    by.
+
+    A gradient may be the difference of large terms, even exactly 0, so its own size says nothing
+    about its rounding error. `amplified` also counts how a rounded logit moves its weight, e^x by
+    x·ε.
+    """
+    t, options = problem.tensors, problem.options
+    plain = getattr(reference, f"{problem.function}_attention")
+    weights = plain(**t, **options)[1]
+    B, H, M, N = weights.shape
+    q, do = t["query"].abs(), problem.direction.abs()
+    k, v = (t[name].abs().repeat_interleave(H // t[name].shape[1], 1) for name in ("key", "value"))
+    scale = q.shape[-1] ** -0.5
+    distance = (torch.arange(M)[:, None] + N - M - torch.arange(N)).abs()
+
+    z = scale * q @ k.transpose(2, 3)
+    if "softcap" in options:
+        z = z.clamp(max=options["softcap"])
+    if "alibi_slopes" in t:
+        z = z + t["alibi_slopes"].view(1, H, 1, 1) * distance
+    if "logit_bias" in t:
+        z = z + t["logit_bias"].abs()
+    name = "bias" if problem.function == "sigmoid" else "multiplier"
+    row = t.get(
+        name, torch.tensor(options.get(name), dtype=torch.float64) if name in options else None
+    )
+    row = row.abs().expand(B, H, M).unsqueeze(-1)
+    x = z + row if problem.function == "sigmoid" else z * row
+    if amplified:
+        weights = weights * (
+            1 + x + (0 if problem.function == "sigmoid" else x.amax(-1, keepdim=True))
+        )
+    reach = do @ v.transpose(2, 3)
+    dx, dz = weights * reach, weights * reach
+    if problem.function == "ssmax":
+        dx = weights * (reach + (weights * reach).sum(-1, keepdim=True))
+        dz = dx * row
+
+    def grouped(tensor):
+        G = t["key"].shape[1]
+        return tensor.view(B, G, H // G, N, -1).sum(2)
+
+    bounds = {
+        "output": weights @ v,
+        "dquery": scale * dz @ k,
+        "dkey": grouped(scale * dz.transpose(2, 3) @ q),
+        "dvalue": grouped(weights.transpose(2, 3) @ do),
+        "dlogit_bias": dz.sum(0),
+        "dalibi_slopes": (dz * distance).sum((0, 2, 3)),
+        "dsinks": (weights * reach).sum((0, 2, 3)),
+    }
+    drow = (dx if problem.function == "sigmoid" else dx * z).sum(-1)
+    given = t.get(name)
+    bounds[f"d{name}"] = drow.sum((0, 2)) if given is not None and given.shape[0] < B else drow
+    if given is not None and given.shape[-1] == 1:
+        bounds[f"d{name}"] = drow.sum((0, 2))
+    return {name: bound.max().item() for name, bound in bounds.items()}
+
+
+@st.composite
+def problems(
+    draw, function=None, dtypes=(torch.float32, torch.bfloat16), longest=40, features=True
+):
+    """A random problem: sizes, heads, dtype, mask, and each optional argument present or not."""
+    function = function or draw(st.sampled_from(["sigmoid", "ssmax"]))
+    dtype = draw(st.sampled_from(dtypes))
+    B, G, R = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3]))
+    M, N = draw(st.integers(1, longest)), draw(st.integers(1, longest))
+    D, V = draw(st.sampled_from([4, 8, 20, 33])), draw(st.sampled_from([4, 8, 20, 33]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    mask = draw(st.sampled_from(MASKS))
+    extras = (
+        draw(st.sets(st.sampled_from(["softcap", "alibi_slopes", "logit_bias", "sinks"])))
+        if features
+        else set()
+    )
+    return make(
+        function, dtype, B, G, R, M, N, D, V, mask, extras, draw(st.sampled_from(ROWS)), generator
+    )
+
+
+ROWS = ("number", "head", "full")
+
+
+def make(function, dtype, B, G, R, M, N, D, V, mask, extras, row, generator) -> Problem:
+    """One problem; see `problems` for the ranges."""
+    H = G * R
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    tensors = {"query": normal(B, H, M, D), "key": normal(B, G, N, D), "value": normal(B, G, N, V)}
+    options = {}
+    name, centre = ("bias", -2.0) if function == "sigmoid" else ("multiplier", 1.0)
+    if row == "number":
+        options[name] = centre
+    else:
+        shape = (B, H, M) if row == "full" else (1, H, 1)
+        tensors[name] = centre + 0.7 * normal(*shape)
+    if "softcap" in extras:
+        options["softcap"] = 2.0
+    if "alibi_slopes" in extras:
+        tensors["alibi_slopes"] = 0.1 * normal(H).abs()
+    if "logit_bias" in extras:
+        tensors["logit_bias"] = normal(1, H, M, N)
+    if "sinks" in extras and function == "ssmax":
+        tensors["sinks"] = normal(H)
+
+    if mask in ("causal", "dense_causal"):
+        options["is_causal"] = True
+    if mask == "window":
+        hi = torch.arange(M) + 1 + N - M
+        options["visible"] = torch.stack([hi - 5, hi], -1).clamp(0, N).expand(B, M, 2).int()
+    elif mask == "intervals":
+        ends = torch.randint(0, N + 1, (B, 1, M, 2), generator=generator).sort(-1).values
+        options["visible"] = ends.int()
+    elif mask.startswith("dense"):
+        options["visible"] = torch.rand(B, 1, M, N, generator=generator) < 0.5
+    return Problem(function, dtype, tensors, options, normal(B, H, M, V))

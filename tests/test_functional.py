@@ -1,0 +1,142 @@
+"""Bad input to the two verbs: one error that names what was given and what was expected."""
+
+import pytest
+import torch
+
+from hf_sigmoid import functional
+
+VERBS = {"sigmoid": functional.sigmoid_attention, "ssmax": functional.ssmax_attention}
+ROW = {"sigmoid": "bias", "ssmax": "multiplier"}
+B, H, G, M, N, D, V = 2, 4, 2, 3, 5, 8, 6
+
+
+def good(dtype=torch.float32):
+    shapes = {"query": (B, H, M, D), "key": (B, G, N, D), "value": (B, G, N, V)}
+    return {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+BAD = {
+    "three_dims": (
+        {"query": torch.randn(H, M, D)},
+        "query must be a float tensor of four dimensions, got",
+    ),
+    "integers": (
+        {"key": torch.ones(B, G, N, D, dtype=torch.int64)},
+        "key must be a float tensor.*int64",
+    ),
+    "batch": ({"key": torch.randn(3, G, N, D)}, "key must have query's batch 2, got 3"),
+    "head_dim": ({"key": torch.randn(B, G, N, 7)}, "key must have query's head dim 8, got 7"),
+    "key_heads": (
+        {"value": torch.randn(B, 1, N, V)},
+        r"key's heads and length \[2, 5\], got \[1, 5\]",
+    ),
+    "key_length": (
+        {"value": torch.randn(B, G, 4, V)},
+        r"key's heads and length \[2, 5\], got \[2, 4\]",
+    ),
+    "dtype": (
+        {"value": torch.randn(B, G, N, V).half()},
+        "value must have query's dtype torch.float32, got",
+    ),
+    "device": (
+        {"key": torch.randn(B, G, N, D, device="meta")},
+        "key must be on query's device cpu, got meta",
+    ),
+    "grouping": (
+        {"key": torch.randn(B, 3, N, D), "value": torch.randn(B, 3, N, V)},
+        "query heads must be a multiple of key heads, got 4 and 3",
+    ),
+    "mask_shape": ({"visible": torch.ones(B, 1, M, 4).bool()}, "visible must be broadcastable to"),
+    "mask_dtype": (
+        {"visible": torch.ones(B, 1, M, N)},
+        "visible must be bool .* got torch.float32",
+    ),
+    "interval_shape": (
+        {"visible": torch.ones(B, M, 3).int()},
+        r"visible as row intervals must be \[2, 3, 2\]",
+    ),
+    "bias_shape": ({"logit_bias": torch.randn(B, H, M, 4)}, "logit_bias must be broadcastable to"),
+    "slopes_shape": (
+        {"alibi_slopes": torch.randn(3)},
+        r"alibi_slopes must be \[4\] or \[2, 4\], got \[3\]",
+    ),
+    "softcap": ({"softcap": 0.0}, "softcap must be positive and finite, or None, got 0.0"),
+    "scaling": ({"scaling": float("nan")}, "scaling must be finite, got nan"),
+    "dropout": ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    "backend": (
+        {"backend": "cuda"},
+        "backend must be one of auto, triton, torch, reference, got 'cuda'",
+    ),
+}
+BAD_ROWS = {
+    "shape": (torch.randn(B, H, 2), r"must be broadcastable to \[2, 4, 3\], got \[2, 4, 2\]"),
+    "dims": (torch.randn(1, B, H, M), r"must be broadcastable to \[2, 4, 3\], got \[1, 2, 4, 3\]"),
+    "nan": (torch.tensor([1.0, float("nan"), 2.0]), "must be finite, got 1 values not so"),
+    "infinite": (float("inf"), "must be finite, got inf"),
+    "integer": (torch.ones(3, dtype=torch.int64), "must be a float tensor, got torch.int64"),
+    "kind": ("log", "must be a float or a tensor, got str"),
+    "device": (torch.ones(3, device="meta"), "must be on query's device cpu, got meta"),
+}
+
+
+@pytest.mark.parametrize("function", VERBS)
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_named(function, case):
+    wrong, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        VERBS[function](**{**good(), **wrong})
+
+
+@pytest.mark.parametrize("function", VERBS)
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_row_numbers_are_named(function, case):
+    row, message = BAD_ROWS[case]
+    with pytest.raises(ValueError, match=f"{ROW[function]} {message}"):
+        VERBS[function](**good(), **{ROW[function]: row})
+
+
+def test_bad_sinks_are_named_and_sigmoid_has_none():
+    with pytest.raises(ValueError, match=r"sinks must be \[4\], got \[2\]"):
+        functional.ssmax_attention(**good(), sinks=torch.zeros(2))
+    with pytest.raises(TypeError, match="sinks"):
+        functional.sigmoid_attention(**good(), sinks=torch.zeros(4))
+
+
+@pytest.mark.parametrize("function", VERBS)
+def test_triton_without_a_gpu_is_refused_and_auto_takes_torch(function, monkeypatch):
+    monkeypatch.setattr(functional, "_interprets", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"backend='triton' cannot run .* expected tensors on a GPU, got cpu"
+    ):
+        VERBS[function](**good(), backend="triton")
+    assert torch.equal(
+        VERBS[function](**good_seeded()), VERBS[function](**good_seeded(), backend="torch")
+    )
+
+
+def good_seeded():
+    torch.manual_seed(0)
+    return good()
+
+
+def test_log_sum_exp_is_of_the_logits():
+    tensors = good()
+    output, log_sum_exp = functional.ssmax_attention(
+        **tensors, multiplier=1.5, return_log_sum_exp=True
+    )
+    key = tensors["key"].repeat_interleave(H // G, 1)
+    z = tensors["query"] @ key.transpose(2, 3) * D**-0.5
+    torch.testing.assert_close(log_sum_exp, torch.logsumexp(1.5 * z, -1))
+    torch.testing.assert_close(output, functional.ssmax_attention(**tensors, multiplier=1.5))
+    with pytest.raises(ValueError, match="return_log_sum_exp"):
+        functional.ssmax_attention(**tensors, return_log_sum_exp=True, backend="reference")
+
+
+@pytest.mark.parametrize("function", VERBS)
+def test_minus_infinity_in_the_logit_bias_hides_a_key(function):
+    tensors, hidden = good(), torch.rand(B, H, M, N) < 0.4
+    bias = torch.randn(B, H, M, N)
+    options = {ROW[function]: -0.5}
+    given = VERBS[function](**tensors, logit_bias=bias.masked_fill(hidden, -torch.inf), **options)
+    expected = VERBS[function](**tensors, logit_bias=bias, visible=~hidden, **options)
+    torch.testing.assert_close(given, expected)

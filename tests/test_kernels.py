@@ -1,0 +1,251 @@
+"""The Triton kernels, in Triton's interpreter, against the reference in float64."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import interpreter
+import oracles
+import pytest
+import torch
+from hypothesis import given, settings
+
+from hf_sigmoid import functional
+from hf_sigmoid.kernels import flash
+from hf_sigmoid.kernels.flash import tuning
+
+interpreter.install()
+TERMS = {"softcap", "alibi_slopes", "logit_bias", "sinks"}
+FUNCTIONS = pytest.mark.parametrize("function", ["sigmoid", "ssmax"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_tiles():
+    """Several tiles in each direction at sizes that the interpreter can do; no two kernels alike."""
+    tiles = {"forward": (16, 32), "dq": (32, 16), "dkdv": (16, 16)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "tile", lambda kernel, dtype, dim: tuning.Tile(*tiles[kernel], 4, 1))
+        yield
+
+
+def call(function, q, k, v, row, intervals, mask=None, bias=None, slopes=None, sinks=None, softcap=0.0):
+    return flash.attention(
+        q, k, v, row, intervals, mask, bias, slopes, sinks, function, q.shape[-1] ** -0.5, softcap, 0.0, 0
+    )  # fmt: skip
+
+
+def small(B=1, H=2, G=1, M=20, N=37, D=8, V=12, dtype=torch.float32):
+    """q, k, v, row and causal intervals."""
+    q, k, v = torch.randn(B, H, M, D), torch.randn(B, G, N, D), torch.randn(B, G, N, V)
+    hi = (torch.arange(M) + 1 + N - M).clamp(0, N)
+    intervals = torch.stack([0 * hi, hi], -1).int().expand(B, M, 2)
+    row = torch.randn(B, H, M, dtype=torch.promote_types(dtype, torch.float32))
+    return *(t.to(dtype) for t in (q, k, v)), row, intervals
+
+
+@settings(max_examples=25)
+@given(oracles.problems(dtypes=(torch.float32, torch.bfloat16, torch.float16), longest=50))
+def test_output_and_gradients_are_as_exact_as_plain_pytorch(problem):
+    oracles.check(problem, "triton")
+
+
+@FUNCTIONS
+@pytest.mark.parametrize(
+    ("sizes", "mask"),
+    [
+        pytest.param((1, 2, 2, 1, 70, 16, 16), "causal", id="one_query"),
+        pytest.param((1, 1, 3, 70, 1, 16, 16), "none", id="one_key"),
+        pytest.param((1, 1, 1, 70, 70, 16, 16), "causal", id="full_tiles_and_diagonal"),
+        pytest.param((1, 1, 1, 64, 64, 16, 16), "none", id="only_full_tiles"),
+        pytest.param((1, 1, 1, 60, 40, 16, 16), "causal", id="first_rows_see_nothing"),
+        pytest.param((1, 1, 1, 20, 20, 1, 130), "none", id="one_and_130_dims"),
+        pytest.param((2, 1, 2, 40, 50, 12, 20), "intervals", id="intervals_that_do_not_rise"),
+    ],
+)
+def test_shapes_with_a_reason(function, sizes, mask):
+    generator = torch.Generator().manual_seed(1)
+    problem = oracles.make(function, torch.float32, *sizes, mask, set(), "full", generator)
+    oracles.check(problem, "triton")
+
+
+@FUNCTIONS
+def test_every_term_at_once_in_bfloat16(function):
+    generator = torch.Generator().manual_seed(2)
+    problem = oracles.make(
+        function, torch.bfloat16, 2, 2, 2, 33, 49, 20, 33, "dense_causal", TERMS, "full", generator
+    )
+    oracles.check(problem, "triton")
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("multiplier", [-1.5, 0.0])
+def test_row_numbers_of_either_sign(function, multiplier):
+    name = "bias" if function == "sigmoid" else "multiplier"
+    for extras in (set(), TERMS):
+        generator = torch.Generator().manual_seed(3)
+        problem = oracles.make(
+            function, torch.float32, 1, 1, 2, 20, 40, 8, 8, "causal", extras, "full", generator
+        )
+        problem.tensors[name] = problem.tensors[name] * 0 + multiplier
+        oracles.check(problem, "triton")
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("every_term", [False, True])
+def test_gradients_are_derivatives_of_the_output(function, every_term):
+    """torch's gradcheck of the kernels themselves, in float64."""
+    q, k, v, row, intervals = small(M=3, N=18, D=2, V=3, dtype=torch.float64)
+    bias = slopes = sinks = None
+    if every_term:
+        bias, slopes = torch.randn(1, 2, 3, 18).double(), torch.rand(1, 2).double()
+        sinks = torch.randn(2).double() if function == "ssmax" else None
+    inputs = [t if t is None else t.requires_grad_() for t in (q, k, v, row, bias, slopes, sinks)]
+
+    def output(q, k, v, row, *terms):
+        return call(function, q, k, v, row, intervals, None, *terms, softcap=2.0 * every_term)[0]
+
+    torch.autograd.gradcheck(output, inputs, fast_mode=True)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("every_term", [False, True])
+def test_operator_is_well_defined(function, every_term):
+    """opcheck: schema, fake implementations, autograd, and both under AOT tracing."""
+    q, k, v, row, intervals = small(M=17, N=19)
+    mask = bias = slopes = sinks = None
+    if every_term:
+        mask = (torch.rand(1, 1, 17, 19) < 0.7).expand(1, 2, 17, 19)
+        bias, slopes = torch.randn(1, 2, 17, 19).requires_grad_(), torch.rand(1, 2).requires_grad_()
+        sinks = torch.randn(2).requires_grad_() if function == "ssmax" else None
+    inputs = (*(t.requires_grad_() for t in (q, k, v, row)), intervals, mask, bias, slopes, sinks)
+    options = (function, 0.3, 2.0 * every_term, 0.0, 0)
+    forward = torch.ops.hf_sigmoid.flash_forward.default
+    torch.library.opcheck(forward, (*inputs, *options))
+
+    output, log_sum_exp = (t.detach() for t in forward(*inputs, *options))
+    given = [t if t is None else t.detach() for t in inputs]
+    backward = torch.ops.hf_sigmoid.flash_backward.default
+    arguments = (torch.randn_like(output), output, log_sum_exp, True, *given, *options)
+    # Only the forward operator is differentiable, so there is no second derivative to check.
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(backward, arguments, test_utils=tests)
+
+
+@FUNCTIONS
+def test_strides_do_not_matter(function):
+    """[B, N, heads, dim] memory, a negative of contiguity, stride 0: the same bits as contiguous."""
+    q, k, v, row, intervals = small(B=2, H=4, G=2, M=18, N=35)
+    row = row[:, :, :1]
+    plain = [t.contiguous() for t in (q, k, v, row.expand(2, 4, 18), intervals)]
+    other = [
+        q.transpose(1, 2).contiguous().transpose(1, 2),
+        k.transpose(2, 3).contiguous().transpose(2, 3),
+        torch.cat([v, v], -1)[..., : v.shape[-1]],
+        row.expand(2, 4, 18),
+        intervals[:1].flip(-1).contiguous().flip(-1).expand(2, 18, 2),
+    ]
+    results = []
+    for inputs in (plain, other):
+        leaves = [t.detach().requires_grad_() for t in inputs[:4]]
+        output, log_sum_exp = call(function, *leaves, inputs[4])
+        results.append((output, log_sum_exp, *torch.autograd.grad(output.square().sum(), leaves)))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    assert results[0][0].transpose(1, 2).is_contiguous()
+
+
+@FUNCTIONS
+def test_unused_memory_is_never_part_of_a_result(function):
+    """NaN around every tensor, in keys that no row sees, and in fresh buffers: nothing changes."""
+    q, k, v, row, intervals = small(M=18, N=40)
+    intervals = torch.stack([intervals[..., 0] + 3, (intervals[..., 1] - 4).clamp(min=3)], -1)
+    results = []
+    for filler in (0.0, float("nan")):
+        torch.use_deterministic_algorithms(filler != 0.0)  # fills torch.empty with NaN
+        try:
+            margins = (torch.full((*t.shape[:2], t.shape[2] + 9, t.shape[3] + 5), filler) for t in (q, k, v))
+            leaves = []
+            for margin, tensor in zip(margins, (q, k, v), strict=True):
+                inner = margin[:, :, 4 : 4 + tensor.shape[2], 2 : 2 + tensor.shape[3]]
+                inner.copy_(tensor)
+                if tensor is not q:
+                    inner[:, :, :3], inner[:, :, 36:] = filler, filler
+                leaves.append(inner.detach().requires_grad_())
+            output, _ = call(function, *leaves, row, intervals)
+            results.append((output, *torch.autograd.grad(output.sum(), leaves)))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize(("M", "N"), [(5, 0), (0, 5), (20, 20)])
+def test_rows_that_see_nothing_give_zeros(function, M, N):
+    q, k, v, row, intervals = small(M=M, N=N)
+    sinks = torch.randn(2).requires_grad_() if function == "ssmax" else None
+    slopes, bias = torch.rand(1, 2).requires_grad_(), torch.randn(1, 2, M, N).requires_grad_()
+    leaves = [t.requires_grad_() for t in (q, k, v, row)]
+    output, _ = call(function, *leaves, 0 * intervals, None, bias, slopes, sinks)
+    leaves += [bias, slopes] + ([sinks] if function == "ssmax" else [])
+    for result in (output, *torch.autograd.grad(output.sum() + (output * 2).sum(), leaves)):
+        assert torch.equal(result, torch.zeros_like(result))
+
+
+@pytest.mark.parametrize("log2_n", range(0, 18))
+def test_small_weights_keep_their_relative_accuracy(log2_n):
+    """Weights of size 1/n with b = −log n: what the approximate tanh of other kernels loses."""
+    n = 2**log2_n
+    q, k, _, _, _ = small(H=1, M=16, N=32)
+    v = torch.eye(32)[None, None]
+    row = torch.full((1, 1, 16), -float(torch.tensor(float(n)).log()))
+    intervals = torch.tensor([0, 32], dtype=torch.int32).expand(1, 16, 2)
+    weights, _ = call("sigmoid", q, k, v, row, intervals)
+    z = q.double() @ k.double().transpose(2, 3) * 8**-0.5
+    exact = torch.sigmoid(z + row.double().unsqueeze(-1))
+    # The rounding of a logit of size |z + b| moves e^(z + b) by that many eps.
+    size = 4 + (z.abs() + row.double().abs().unsqueeze(-1)).max()
+    assert ((weights - exact).abs() / exact).max() <= size * torch.finfo(torch.float32).eps
+
+
+def test_pair_form_of_sigmoid_keeps_its_relative_accuracy():
+    """The inline assembly of GPUs, step by step in numpy-like float32: it cannot be interpreted."""
+    logits = torch.linspace(-40, 40, 20001)[:20000]
+    logits = logits[torch.randperm(20000)]
+    x = (logits.double() * -1.4426950408889634 - 60).float()
+    a = (torch.exp2(x) + 2.0**-60).clamp(max=1.0)
+    left, right = a.view(-1, 2).unbind(1)
+    m = (1 / (left * right)) * 2.0**-60
+    p = torch.stack([m * right, m * left], 1).flatten().double()
+    exact = torch.sigmoid(logits.double())
+    floor = 2.0**-60
+    # x is near −60, so its rounding is 2^-18 of an octave: 2.6e-6 of p.
+    assert ((p - exact).abs() / (exact + floor)).max() < 5e-6
+
+
+def test_backward_is_the_same_in_every_run():
+    generator = torch.Generator().manual_seed(4)
+    problem = oracles.make("ssmax", torch.float32, 1, 1, 2, 40, 40, 8, 8, "causal", TERMS, "full", generator)
+    first, second = (
+        problem.solve(functional.ssmax_attention, torch.float32, backend="triton") for _ in range(2)
+    )
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+@FUNCTIONS
+def test_dropout_is_refused(function):
+    q, k, v, row, intervals = small()
+    with pytest.raises(ValueError, match="dropout"):
+        flash.attention(q, k, v, row, intervals, None, None, None, None, function, 1.0, 0.0, 0.5, 0)
+
+
+def test_kernels_compile_for_gpus_that_are_not_here():
+    """sm_80 and sm_90; in a process of its own because interpreted kernels cannot be compiled."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("aot.py")
+    done = subprocess.run(
+        [sys.executable, script, "sm_80", "sm_90"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,143 @@
+"""Row intervals against transformers' own boolean mask, over every kind of mask it makes."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from transformers import masking_utils as mu
+
+from hf_sigmoid import masks
+
+KINDS = (
+    "causal",
+    "window",
+    "chunk",
+    "full",
+    "two_sided",
+    "packed",
+    "packed_window",
+    "blocks",
+    "vmap",
+)
+
+
+@st.composite
+def mask_arguments(draw):
+    """Arguments of a mask function as transformers gives them."""
+    kind = draw(st.sampled_from(KINDS))
+    B, M = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    packed = kind.startswith("packed") or kind == "blocks"
+    past, tail = (
+        (0, 0) if packed else (draw(st.sampled_from([0, 3, 7])), draw(st.sampled_from([0, 4])))
+    )
+    window = draw(st.integers(2, 5))
+    padding = None
+    if not packed and draw(st.booleans()):
+        padding = torch.ones(B, past + M, dtype=torch.bool)
+        for row in range(B):
+            padding[row, : draw(st.integers(0, past + M))] = False
+            padding[row, past + M - draw(st.integers(0, 2)) :] = False
+    causal = mu.causal_mask_function
+    sliding = mu.sliding_window_causal_mask_function(window)
+    function = {
+        "window": sliding,
+        "packed_window": sliding,
+        "full": mu.bidirectional_mask_function,
+    }.get(kind, causal)
+    if kind == "chunk":
+        function = mu.chunked_causal_mask_function(
+            window, torch.tensor([draw(st.integers(0, 2)) for _ in range(B)])
+        )
+    if kind == "two_sided":
+        function = mu.sliding_window_bidirectional_mask_function(window)
+    if kind.startswith("packed"):
+        lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+        M = sum(lengths)
+        positions = torch.cat([torch.arange(length) for length in lengths])[None].expand(B, -1)
+        documents = mu.find_packed_sequence_indices(positions)
+        if documents is not None:
+            function = mu.remap_positions_for_packed_sequence(function, positions)
+            function = mu.and_masks(function, mu.packed_sequence_mask_function(documents))
+    if kind == "blocks":  # may tear: the same block number in two places
+        ids = torch.tensor(
+            [draw(st.lists(st.integers(-1, 1), min_size=M, max_size=M)) for _ in range(B)]
+        )
+        function = mu.or_masks(causal, mu.blockwise_overlay(ids))
+    if kind == "vmap":
+        function = mu.and_masks(causal, lambda b, h, q, k: (q + k) % 3 != 0)
+    return {
+        "batch_size": B, "q_length": M, "kv_length": M + past + tail, "q_offset": past,
+        "kv_offset": 0,
+        "mask_function": function, "attention_mask": padding, "use_vmap": kind == "vmap",
+        "allow_is_causal_skip": False,
+    }  # fmt: skip
+
+
+def dense(mask, N):
+    columns = torch.arange(N)
+    lo, hi = mask.unsqueeze(-2).unbind(-1)
+    return (columns >= lo) & (columns < hi)
+
+
+@given(arguments=mask_arguments(), elements=st.sampled_from([1, 20, 1 << 20]))
+@settings(max_examples=400)
+def test_intervals_are_transformers_own_mask(arguments, elements):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(masks.BLOCK_ELEMENTS, "cpu", elements)
+        mask = masks.interval_mask(**arguments)
+    arguments["allow_is_bidirectional_skip"] = False
+    expected = mu.sdpa_mask(**arguments).expand(arguments["batch_size"], -1, -1, -1)
+    N = arguments["kv_length"]
+    count = expected.sum(-1)
+    first = expected.int().argmax(-1)
+    last = N - expected.flip(-1).int().argmax(-1)
+    contiguous = bool(((last - first == count) | (count == 0)).all())
+    assert masks.is_intervals(mask) == contiguous
+    assert torch.equal(dense(mask, N) if contiguous else mask.expand_as(expected), expected)
+    *_, n = masks.visible_keys(mask, arguments["q_length"], N, True, torch.device("cpu"))
+    assert torch.equal(n.expand(count.shape), count.float())
+
+
+def test_none_means_causal_of_equal_lengths_or_everything():
+    assert masks.interval_mask(1, 5, 5) is None
+    assert masks.interval_mask(1, 5, 5, attention_mask=torch.ones(1, 5).bool()) is None
+    everything = {
+        "mask_function": mu.bidirectional_mask_function,
+        "allow_is_bidirectional_skip": True,
+    }
+    assert masks.interval_mask(1, 5, 7, **everything, allow_is_causal_skip=False) is None
+    # A static cache's prefill: transformers would return None and mean upper-left.
+    assert masks.interval_mask(1, 5, 8)[0, 0, :, 1].tolist() == [1, 2, 3, 4, 5]
+    assert masks.interval_mask(1, 1, 8, q_offset=torch.tensor(3)).tolist() == [[[[0, 4]]]]
+    assert masks.interval_mask(1, 5, 5, local_size=5) is not None
+
+
+@given(
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    extra=st.integers(0, 3),
+    window=st.sampled_from([None, 2]),
+)
+def test_cumulative_lengths_give_the_blocks_of_a_packed_batch(lengths, extra, window):
+    total = sum(lengths)
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    mask = dense(
+        masks.packed_intervals(ends, ends, total + extra, total + extra, True, window),
+        total + extra,
+    )
+    rows = torch.arange(total + extra)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    document = torch.cat([document, torch.full((extra,), -1)])
+    expected = (document[:, None] == document) & (rows[:, None] >= rows) & (document >= 0)[:, None]
+    if window:
+        expected &= rows[:, None] - rows < window
+    assert torch.equal(mask[0, 0], expected)
+
+
+def test_compiled_masks_with_holes_are_an_error_and_not_a_wrong_answer():
+    compiled = torch.compile(
+        lambda padding: masks.interval_mask(1, 4, 4, attention_mask=padding), backend="aot_eager"
+    )
+    fine = compiled(torch.tensor([[False, True, True, True]]))
+    assert fine[0, 0].tolist() == [[0, 0], [1, 2], [1, 3], [1, 4]]
+    with pytest.raises(RuntimeError, match="contiguous"):
+        compiled(torch.tensor([[True, False, True, True]]))

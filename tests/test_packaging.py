@@ -1,0 +1,94 @@
+"""What the import costs and brings, and the names that must not collide."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_costs_milliseconds_and_brings_neither_torch_nor_triton():
+    code = (
+        "import json, sys, time, transformers\n"
+        "start = time.perf_counter(); import hf_sigmoid; took = time.perf_counter() - start\n"
+        "names = ('torch', 'triton', 'datasets', 'peft')\n"
+        "print(json.dumps([took, [m for m in names if m in sys.modules]]))"
+    )
+    took, modules = min(json.loads(run(code)) for _ in range(3))
+    assert modules == [] and took < 0.05
+
+
+def test_registration_follows_the_model_classes_in_any_order_and_only_once():
+    check = (
+        "from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel\n"
+        "assert {'sigmoid', 'ssmax'} <= set(AttentionInterface._global_mapping)\n"
+        "assert {'sigmoid', 'ssmax'} <= set(AttentionMaskInterface._global_mapping)\n"
+        "from hf_sigmoid.registration import register\n"
+        "wrapped = PreTrainedModel.post_init\nregister()\n"
+        "assert PreTrainedModel.post_init is wrapped\n"
+    )
+    run("import hf_sigmoid\n" + check)
+    run("import transformers.modeling_utils\nimport hf_sigmoid\n" + check)
+    run("import hf_sigmoid, importlib\nimportlib.reload(hf_sigmoid)\n" + check)
+
+
+def test_every_module_can_be_imported_first():
+    for path in (ROOT / "hf_sigmoid").glob("*.py"):
+        name = f"hf_sigmoid.{path.stem}"
+        run(
+            f"import {name}\nfrom transformers import AttentionInterface\n"
+            "AttentionInterface()['ssmax']"
+        )
+
+
+def test_registering_adds_no_module_that_a_model_needs_not():
+    code = (
+        "import sys\nfrom transformers import PreTrainedModel\n"
+        "before = set(sys.modules)\nimport hf_sigmoid\nnames = ('triton', 'datasets', 'peft')\n"
+        "print([m for m in set(sys.modules) - before if m.split('.')[0] in names])"
+    )
+    assert run(code).strip() == "[]"
+
+
+def test_the_folder_kernels_never_shadows_hugging_faces_package():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    spec = importlib.util.find_spec("kernels")
+    assert spec is None or spec.origin is None or ROOT not in Path(spec.origin).parents
+
+
+def test_an_unknown_attribute_is_an_attribute_error():
+    run(
+        "import hf_sigmoid\nassert not hasattr(hf_sigmoid, 'softmax_attention')\n"
+        "hf_sigmoid.configure"
+    )
+
+
+def test_an_untested_release_gets_one_warning_and_a_changed_method_an_error():
+    code = (
+        "import warnings, transformers.modeling_utils as mu, transformers\n"
+        "transformers.__version__ = '99.0'\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always'); import hf_sigmoid\n"
+        "print(len(caught), caught[0].message)"
+    )
+    printed = run(code)
+    assert (
+        printed.startswith("1 hf_sigmoid is tested with transformers") and "this is 99.0" in printed
+    )
+    code = (
+        "import transformers.modeling_utils as mu\n"
+        "mu.PreTrainedModel.get_correct_attn_implementation = lambda self, other: None\n"
+        "try: import hf_sigmoid\nexcept ImportError as error: print(error)"
+    )
+    assert (
+        "wraps transformers' PreTrainedModel.get_correct_attn_implementation('self', 'req"
+        in run(code)
+    )

@@ -1,0 +1,329 @@
+"""Holders and the config's section: attached, saved, loaded, refused when they disagree."""
+
+import json
+import math
+import subprocess
+import sys
+import warnings
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    GPT2Config,
+    Llama4TextConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
+
+import hf_sigmoid
+from hf_sigmoid import parameters
+
+FUNCTIONS = ("sigmoid", "ssmax")
+every_function = pytest.mark.parametrize("function", FUNCTIONS)
+
+
+def test_ssmax_by_name_is_the_identity_and_ready_to_learn(tmp_path):
+    """`attn_implementation="ssmax"` on a softmax checkpoint: no garbage in new parameters."""
+    softmax = tiny_models.build("llama")
+    softmax.save_pretrained(tmp_path)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="ssmax", output_loading_info=True
+    )
+    new = {name: p for name, p in model.named_parameters() if "log_length" in name}
+    assert sorted(info["missing_keys"]) == sorted(new) and len(new) == 4
+    assert all(
+        p.requires_grad and p.dtype == torch.float32 and p.shape == (4,) for p in new.values()
+    )
+    assert all((p == (1.0 if name.endswith("offset") else 0.0)).all() for name, p in new.items())
+    ids = tiny_models.tokens()
+    assert torch.equal(
+        tiny_models.output(model, input_ids=ids), tiny_models.output(softmax, input_ids=ids)
+    )
+
+
+@every_function
+def test_save_and_load_in_a_fresh_process(tmp_path, function):
+    """Told nothing but the path, plain transformers and one import give the same logits."""
+    model = tiny_models.converted("llama", function)
+    ids = tiny_models.tokens()
+    model.save_pretrained(tmp_path)
+    save_file(
+        {"logits": tiny_models.output(model, input_ids=ids), "ids": ids},
+        tmp_path / "expected.safetensors",
+    )
+    names = [name for name in load_file(tmp_path / "model.safetensors") if "log_length" in name]
+    assert len(names) == (6 if function == "sigmoid" else 4)
+    code = (
+        "import sys, torch, hf_sigmoid\n"
+        "from safetensors.torch import load_file\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()\n"
+        "expected = load_file(sys.argv[1] + '/expected.safetensors')\n"
+        "assert torch.equal(model(expected['ids']).logits, expected['logits'])\n"
+        "print(model.config._attn_implementation)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [function]
+
+
+def test_without_the_plugin_transformers_refuses_the_checkpoint(tmp_path):
+    tiny_models.converted("llama", "ssmax").save_pretrained(tmp_path)
+    code = (
+        "import sys\nfrom transformers import AutoModelForCausalLM\n"
+        "AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
+    )
+    assert run.returncode != 0
+    assert 'ValueError: Specified `attn_implementation="ssmax"` is not supported' in run.stderr
+
+
+@every_function
+def test_resaving_keeps_everything(tmp_path, function):
+    model = tiny_models.converted("llama", function)
+    for step in ("a", "b"):
+        model.save_pretrained(tmp_path / step)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / step)
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["attn_implementation"] == function == config["hf_sigmoid"]["function"]
+    a, b = (load_file(tmp_path / step / "model.safetensors") for step in ("a", "b"))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_holders_stay_float32_in_a_bfloat16_model(tmp_path):
+    tiny_models.converted("llama", "ssmax").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    dtypes = {("log_length" in name, p.dtype) for name, p in model.named_parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+
+
+def test_frozen_numbers_stay_frozen_after_loading(tmp_path):
+    model = tiny_models.build("llama")
+    hf_sigmoid.configure(model, "sigmoid", query=True)
+    model.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    trained = {"log_length" in name: p.requires_grad for name, p in model.named_parameters()}
+    assert trained == {True: False, False: True}
+
+
+@every_function
+def test_run_time_switching_and_back(function):
+    model, ids = tiny_models.build("llama"), tiny_models.tokens()
+    softmax = tiny_models.output(model, input_ids=ids)
+    model.set_attn_implementation(function)
+    assert bool(list(parameters.holders(model)))
+    switched = tiny_models.output(model, input_ids=ids)
+    assert torch.equal(switched, softmax) == (function == "ssmax")
+    hf_sigmoid.configure(model, "softmax")
+    assert not list(parameters.holders(model)) and model.config._attn_implementation == "sdpa"
+    assert not hasattr(model.config, "hf_sigmoid")
+    assert torch.equal(tiny_models.output(model, input_ids=ids), softmax)
+
+
+def test_configure_sets_what_the_papers_ask_for():
+    config = tiny_models.config("llama")
+    hf_sigmoid.configure(config, "ssmax", offset=0.0, slope="paper", learn=True)
+    mean = sum(math.log(n) for n in range(1, 65)) / 64
+    model = AutoModelForCausalLM.from_config(config)
+    holder = model.model.layers[1].self_attn.log_length
+    assert holder.offset.tolist() == [0.0] * 4
+    torch.testing.assert_close(holder.slope, torch.full((4,), 1 / mean))
+    row = holder(torch.log(torch.tensor([[[1.0, 10.0]]])), torch.zeros(1, 4, 2, 8))
+    torch.testing.assert_close(row[0, 0], torch.tensor([0.0, math.log(10) / mean]))
+
+    config = tiny_models.config("llama")
+    hf_sigmoid.configure(config, "sigmoid", offset=[-math.log(64)] * 4, slope=0.0)
+    model = AutoModelForCausalLM.from_config(config)
+    assert not any("log_length" in name for name, _ in model.named_parameters())
+    row = model.model.layers[0].self_attn.log_length(torch.zeros(1, 1, 3), torch.zeros(1, 4, 3, 8))
+    torch.testing.assert_close(row.expand(1, 4, 3), torch.full((1, 4, 3), -math.log(64)))
+
+
+@pytest.mark.parametrize("target", ["model", "config"])
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"function": "sigmod"}, "function must be 'sigmoid', 'ssmax' or 'softmax', got 'sigmod'"),
+        ({"function": "ssmax", "offset": float("nan")}, "offset must be finite, got nan"),
+        (
+            {"function": "ssmax", "slope": [1.0, 2.0]},
+            "slope must be a float or 4 floats, one a head, got '2 values'",
+        ),
+        (
+            {"function": "ssmax", "slope": "papr"},
+            "slope must be a float or 4 floats, one a head, got 'papr'",
+        ),
+        ({"function": "sigmoid", "layers": [2]}, "layers must be indices from 0 to 1, got 2"),
+        ({"function": "softmax", "learn": True}, "softmax takes no offset"),
+    ],
+)
+def test_bad_values_are_named_and_change_nothing(target, arguments, message):
+    thing = tiny_models.build("llama") if target == "model" else tiny_models.config("llama")
+    with pytest.raises(ValueError, match=message):
+        hf_sigmoid.configure(thing, **arguments)
+    config = thing.config if target == "model" else thing
+    assert not getattr(config, "hf_sigmoid", None) and config._attn_implementation in (None, "sdpa")
+
+
+def test_an_unknown_parameter_name_is_an_error():
+    with pytest.raises(TypeError, match="slop"):
+        hf_sigmoid.configure(tiny_models.config("llama"), "ssmax", slop=1.0)
+
+
+@every_function
+@pytest.mark.parametrize("config", [BloomConfig, FalconConfig], ids=["bloom", "falcon"])
+def test_a_model_off_the_interface_is_refused_by_name(config, function):
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    name = config.__name__.removesuffix("Config")
+    with pytest.raises(
+        ValueError, match=f"{name}.* does not go through transformers' attention interface"
+    ):
+        AutoModelForCausalLM.from_config(config(**sizes), attn_implementation=function)
+    assert (
+        AutoModelForCausalLM.from_config(config(**sizes)).config._attn_implementation
+        not in FUNCTIONS
+    )
+    if config is BloomConfig:
+        with pytest.raises(ValueError, match="does not go through"):
+            hf_sigmoid.configure(AutoModelForCausalLM.from_config(config(**sizes)), function)
+
+
+def test_ssmax_does_not_scale_twice():
+    config = Llama4TextConfig(attn_temperature_tuning=True)
+    with pytest.raises(ValueError, match=r"llama4_text already scales.*attn_temperature_tuning"):
+        parameters.refuse_scaled_twice(config, "ssmax")
+    config.attn_temperature_tuning = False
+    parameters.refuse_scaled_twice(config, "ssmax")
+
+
+def checkpoint(folder, function="ssmax"):
+    tiny_models.converted("llama", function).save_pretrained(folder)
+    return folder
+
+
+def test_a_checkpoint_that_lacks_its_parameters_is_refused(tmp_path):
+    path = checkpoint(tmp_path) / "model.safetensors"
+    tensors = {
+        name: t
+        for name, t in load_file(path).items()
+        if "layers.1.self_attn.log_length" not in name
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"lacks parameters of its .*layers\.1\.self_attn\.log_length\.offset"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("section", ["absent", "sigmoid_without_parameters"])
+def test_parameters_that_the_section_does_not_know_are_refused(tmp_path, section):
+    path = checkpoint(tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    if section == "absent":
+        del config["hf_sigmoid"], config["attn_implementation"]
+    else:
+        config["hf_sigmoid"]["parameters"] = []
+    path.write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"has parameters that its .*layers\.0\.self_attn\.log_length\.offset"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"version": 2}, "version 1, got 2"),
+        ({"function": "softplus"}, "got 'softplus'"),
+        ({"typo": 1}, "got .*typo"),
+    ],
+)
+def test_a_section_that_cannot_be_read_is_refused(tmp_path, change, message):
+    path = checkpoint(tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    config["hf_sigmoid"].update(change)
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_another_function_than_the_checkpoints_warns(tmp_path):
+    checkpoint(tmp_path)
+    with pytest.warns(
+        UserWarning, match="converted to 'ssmax' attention and is about to run 'sdpa'"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_only_one_tower_of_a_composite_model_is_converted(tmp_path):
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
+    config = LlavaConfig(
+        vision_config={
+            "model_type": "clip_vision_model",
+            "image_size": 16,
+            "patch_size": 4,
+            **vision,
+        },
+        text_config=tiny_models.config("llama").to_dict(),
+        image_token_index=98,
+    )
+    model = LlavaForConditionalGeneration._from_config(config).eval()
+    hf_sigmoid.configure(model.model.language_model, "sigmoid", learn=True)
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())["attn_implementation"]
+    assert written == {"": "sdpa", "text_config": "sigmoid", "vision_config": "sdpa"}
+    loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    assert (
+        loaded.config._attn_implementation
+        == "sdpa"
+        == loaded.config.vision_config._attn_implementation
+    )
+    assert loaded.config.text_config._attn_implementation == "sigmoid"
+    names = [name for name, _ in parameters.holders(loaded)]
+    assert len(names) == 2 and all("language_model" in name for name in names)
+
+
+@every_function
+def test_gpt2_and_whisper_round_trip(tmp_path, function):
+    """A model without q_proj, and one with cross-attention."""
+    for family, count in (("gpt2", 2), ("whisper", 6)):
+        model = tiny_models.converted(family, function)
+        model.save_pretrained(tmp_path / family)
+        loaded = type(model).from_pretrained(tmp_path / family)
+        assert len(list(parameters.holders(loaded))) == count
+        inputs = tiny_models.inputs(family)
+        assert torch.equal(
+            tiny_models.output(model, **inputs), tiny_models.output(loaded, **inputs)
+        )
+
+
+def test_the_plugin_changes_nothing_for_others(tmp_path):
+    model = AutoModelForCausalLM.from_config(
+        GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=99)
+    )
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "hf_sigmoid" not in config and "attn_implementation" not in config
+    assert AutoConfig.from_pretrained(tmp_path)._attn_implementation is None
+    assert (
+        not list(parameters.holders(model))
+        and "log_length" not in model._keep_in_fp32_modules_strict
+    )
