@@ -46,7 +46,7 @@ class Section(dict):
 
 
 class LogLength(nn.Module):
-    """β_h + γ_h log n_m (+ w_h·q_m), float32. Read it only by calling it: FSDP and PEFT hook that."""
+    """β_h + γ_h log n_m (+ w_h·q_m), float32. Read it by calling it: FSDP and PEFT hook that."""
 
     def __init__(self, function: str, heads: int, head_dim: int | None, section: dict):
         super().__init__()

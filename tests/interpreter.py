@@ -1,8 +1,11 @@
 """Makes Triton's interpreter right for bfloat16, for tests only.
 
-It keeps bfloat16 as its uint16 bits and multiplies those, without an error. Products are taken in float32
-here, as a GPU's are, and any other arithmetic on bfloat16 raises: the kernels are to cast first.
+It keeps bfloat16 as its uint16 bits and multiplies those, without an error. Products are taken in
+float32 here, as a GPU's are, and any other arithmetic on bfloat16 raises: the kernels are to cast
+first. The few PTX instructions that the kernels write in line are understood too.
 """
+
+from types import SimpleNamespace
 
 import numpy as np
 import triton.language as tl
@@ -22,11 +25,38 @@ def install() -> None:
         return multiply(self, _to_float32(a), _to_float32(b), acc, *options)
 
     builder.create_dot = create_dot
+    builder.create_inline_asm = run_ptx
     for name in ("binary_op", "unary_op", "create_fma"):
         setattr(builder, name, _refuse_bfloat16(getattr(builder, name)))
 
-    # 2^x of a hidden logit may overflow, and inf·0 of an unused factor is NaN: both are selected away.
+    # 2^x of a hidden logit may overflow and inf·0 of an unused factor is NaN: neither is used.
     np.seterr(over="ignore", invalid="ignore", divide="ignore")
+
+
+def run_ptx(self, asm, constraints, values, dtype, is_pure, pack) -> SimpleNamespace:
+    """Elementwise inline PTX over groups of `pack` elements, in float32: add.sat, mul and rcp."""
+    (value,) = values
+    groups = value.data.reshape(-1, pack)
+    registers = {f"${pack + i}": groups[:, i] for i in range(pack)}
+
+    def operand(name):
+        if name.startswith("0f"):
+            return np.array(int(name[2:], 16), np.uint32).view(np.float32)
+        return registers[name]
+
+    one = np.float32(1)
+    operations = {
+        "add.sat.f32": lambda a, b: np.clip(a + b, 0, one),
+        "mul.f32": lambda a, b: a * b,
+        "rcp.approx.ftz.f32": lambda a: one / a,
+    }
+    for line in asm.strip().strip("{}").split(";"):
+        words = line.replace(",", " ").split()
+        if words and words[0] != ".reg":
+            registers[words[1]] = operations[words[0]](*map(operand, words[2:]))
+    result = np.stack([registers[f"${i}"] for i in range(pack)], 1).astype(np.float32)
+    handle = TensorHandle(result.reshape(value.data.shape), tl.float32)
+    return SimpleNamespace(get_result=lambda index: handle)
 
 
 def _is_bfloat16(handle) -> bool:
@@ -43,7 +73,9 @@ def _to_float32(handle):
 def _refuse_bfloat16(method):
     def checked(self, *args, **kwargs):
         if any(_is_bfloat16(arg) for arg in args):
-            raise TypeError("arithmetic on bfloat16 is wrong in the interpreter: cast to float32 first")
+            raise TypeError(
+                "bfloat16 arithmetic is wrong in the interpreter: cast to float32 first"
+            )
         return method(self, *args, **kwargs)
 
     return checked

@@ -134,9 +134,8 @@ def test_static_cache_equals_dynamic(family, function):
     options |= {"return_dict_in_generate": True, "output_logits": True}
     dynamic = model.generate(ids, **options)
     # Longer than the text, so that its tail stays unused and must not be counted.
-    static = model.generate(
-        ids, **options, cache=StaticCache(config=model.config, max_cache_len=40)
-    )
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    static = model.generate(ids, **options, cache=cache)
     assert torch.equal(dynamic.sequences, static.sequences)
     torch.testing.assert_close(torch.stack(dynamic.logits), torch.stack(static.logits), **TOLERANCE)
 
@@ -158,7 +157,10 @@ def test_whisper_decodes_with_caches_as_without(function, static):
     for token in batch["decoder_input_ids"].split(1, 1):
         with torch.no_grad():
             result = model(
-                encoder_outputs=memory, decoder_input_ids=token, cache=cache, use_cache=True
+                encoder_outputs=memory,
+                decoder_input_ids=token,
+                cache=cache,
+                use_cache=True,
             )
         cache = result.cache
         steps.append(result.logits)

@@ -9,18 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -45,13 +39,10 @@ BLOCK = 48
 def tiny(tmp_path_factory) -> str:
     """A folder with a random llama and a tokenizer whose tokens are bytes."""
     folder = tmp_path_factory.mktemp("tiny")
-    vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>"]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    tokenizer = tiny_models.byte_tokenizer()
+    tokenizer.save_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -62,7 +53,7 @@ def tiny(tmp_path_factory) -> str:
         initializer_range=0.2,  # attention that looks somewhere
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=len(vocabulary) - 1,
+        eos_token_id=tokenizer.eos_token_id,
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)

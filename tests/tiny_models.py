@@ -1,6 +1,7 @@
 """Small random models of the families that the tests run through, float32, on the CPU."""
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -9,6 +10,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     ViTConfig,
     WhisperConfig,
@@ -96,6 +98,15 @@ def converted(family: str, function: str) -> PreTrainedModel:
             elif parameter.dim() > 1:
                 parameter.mul_(4)  # so that attention is far from uniform
     return model
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are bytes, and an end-of-text token."""
+    vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
 def tokens(rows: int = 2, length: int = 12, seed: int = 2) -> torch.Tensor:

@@ -6,8 +6,8 @@
     dz_mn = dL_mn  |  c_m dL_mn            ds_mn = dz_mn ∂z/∂(τs)
     dq_m = τ Σ_n ds_mn k_n                 dk_n = τ Σ_m ds_mn q_m
 
-L is the final logit: z + b of sigmoid, c z of ssmax. Every sum is made by one program in a fixed order
-(no atomics), so gradients are the same in every run. Derivation: kernels/README.md.
+L is the final logit: z + b of sigmoid, c z of ssmax. Every sum is made by one program in a fixed
+order (no atomics), so gradients are the same in every run. Derivation: kernels/README.md.
 """
 
 import torch
@@ -42,7 +42,7 @@ from hf_sigmoid.kernels.flash.tiles import (
 @triton.jit
 def load_exponents(row, lse, bias, slopes, b, h, rows, M, scaling, FUNCTION: tl.constexpr,
                    HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """Row numbers, and the two row vectors of `probability`: p is a function of z·factor + offset."""
+    """Row numbers, and the two row vectors of `probability`: p depends on z·factor + offset."""
     numbers = tl.load(row_ptrs(row, b, h, rows), mask=rows < M, other=0.0).to(ACC)
     if FUNCTION == "sigmoid":
         factors = tl.zeros_like(numbers) - LOG2E * unit(bias, slopes, scaling, HAS_SOFTCAP)
@@ -79,7 +79,7 @@ def _backward_dq(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One program writes one [BLOCK_M, D] tile of dq of one head, and all that is summed over keys."""
+    """One program writes one [BLOCK_M, D] tile of dq of one head, and all sums over its keys."""
     # Without softcap and additions dc = q·dq/c, one product a row and nothing in the loop.
     ROW_FROM_DQ: tl.constexpr = (
         FUNCTION == "ssmax" and not HAS_SOFTCAP and bias is None and slopes is None
@@ -139,8 +139,8 @@ def _backward_dq(
                                  scaling, softcap, HAS_SOFTCAP)  # fmt: skip
                 p = probability(z, factors[:, None], offsets[:, None], FUNCTION, FORM)
                 if RAGGED:
-                    keep = visible(lo[:, None], hi[:, None], mask, b, h, rows[:, None], cols[None, :],
-                                   M, N)  # fmt: skip
+                    keep = visible(lo[:, None], hi[:, None], mask, b, h, rows[:, None],
+                                   cols[None, :], M, N)  # fmt: skip
                     p = tl.where(keep, p, 0.0)
                 dl = logit_gradient(p, dp, deltas[:, None], FUNCTION)
                 if FUNCTION == "sigmoid":
@@ -186,11 +186,11 @@ def _query_ranges(intervals, ranges, M, N, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def query_range(ranges, b, n, tiles, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Query tiles outside [start, stop) see none of the keys [n, n + BLOCK_N); those in [full_start,
-    full_stop) see all of them.
+    """Which query tiles see keys [n, n + BLOCK_N): none outside [start, stop), and those in
+    [full_start, full_stop) see all of them.
 
-    Intervals need not rise with m: [start, stop) then holds tiles that see nothing, and only the first
-    run of full tiles is taken. Both cost time, not correctness.
+    Intervals need not rise with m: [start, stop) then holds tiles that see nothing, and only the
+    first run of full tiles is taken. Both cost time, not correctness.
     """
     start, stop, full_start, full_stop = tiles, 0 * tiles, tiles, tiles
     ptr = head_ptr(ranges, b, 0 * b)
@@ -219,9 +219,9 @@ def _backward_dkdv(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One program writes one [BLOCK_N, D] tile of dk and one [BLOCK_N, V] tile of dv of one key head.
+    """One program writes a [BLOCK_N, D] tile of dk and a [BLOCK_N, V] tile of dv of one key head.
 
-    Tiles of scores are [BLOCK_N, BLOCK_M] here, so that pᵀ and dsᵀ are left operands as they stand.
+    Tiles of scores are [BLOCK_N, BLOCK_M] here: pᵀ and dsᵀ are left operands as they stand.
     """
     tiles = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
@@ -263,7 +263,8 @@ def _backward_dkdv(
                     if RAGGED:
                         shown = rows < M
                     numbers, factors, offsets = load_exponents(
-                        row, lse, bias, slopes, b, h, rows, M, scaling, FUNCTION, HAS_SOFTCAP, FORM, ACC
+                        row, lse, bias, slopes, b, h, rows, M, scaling,
+                        FUNCTION, HAS_SOFTCAP, FORM, ACC,
                     )  # fmt: skip
                     deltas = tl.zeros([BLOCK_M], ACC)
                     if FUNCTION == "ssmax":
@@ -357,7 +358,8 @@ def backward(
             # After dq: it reads the delta that the dq kernel has written.
             _backward_dkdv[(programs,)](
                 *inputs, *terms,
-                lse, strided(grad_output), strided(dk), strided(dv), strided(delta), strided(ranges),
+                lse, strided(grad_output), strided(dk), strided(dv), strided(delta),
+                strided(ranges),
                 M, N, scaling, softcap,
                 **shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -96,7 +96,8 @@ def _forward(
                 shown = None
                 if RAGGED:
                     n = tl.where(n < full_start, n, n + skipped)
-                    # Keys that no row sees are not read: unused memory may hold NaN, and 0·NaN is NaN.
+                    # Keys that no row sees are not read: unused memory may hold NaN, and
+                    # 0·NaN is NaN.
                     shown = (n + local_n >= first) & (n + local_n < last)
                 cols = n + local_n
                 k_tile = load_matrix(k_ptr, k, n, local_n, shown, D, BLOCK_D)
@@ -104,8 +105,8 @@ def _forward(
                 z, _ = logits(s, bias, slope, sign, b, h, rows[:, None], cols[None, :], M, N,
                               scaling, softcap, HAS_SOFTCAP)  # fmt: skip
                 if RAGGED:
-                    keep = visible(lo[:, None], hi[:, None], mask, b, h, rows[:, None], cols[None, :],
-                                   M, N)  # fmt: skip
+                    keep = visible(lo[:, None], hi[:, None], mask, b, h, rows[:, None],
+                                   cols[None, :], M, N)  # fmt: skip
                 if FUNCTION == "sigmoid":
                     p = sigmoid(tl.fma(z, factors[:, None], offsets[:, None]), FORM)
                 else:

@@ -37,7 +37,7 @@ def constants(query: Tensor, key: Tensor, value: Tensor, function: str, softcap:
         "G": key.shape[1],
         "D": D,
         "V": V,
-        # Tensor cores want 16 and tl.arange wants powers of two; dims beyond D and V are loaded as 0.
+        # Tensor cores want 16, tl.arange powers of two; dims beyond D and V are loaded as 0.
         "BLOCK_D": max(16, triton.next_power_of_2(D)),
         "BLOCK_V": max(16, triton.next_power_of_2(V)),
         "FUNCTION": function,
@@ -54,7 +54,7 @@ def head_ptr(x, b, h):
 
 @triton.jit
 def load_matrix(ptr, x, start, local, shown, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """[rows start + local, BLOCK dims] of one head; 0 where not `shown` (None: all are) or past SIZE.
+    """[rows start + local, BLOCK dims] of one head; 0 where not `shown` (None: all) or past SIZE.
 
     `local` does not change in a loop over `start`, so its offsets are computed once, before it.
     """
@@ -107,7 +107,7 @@ def load_intervals(intervals, b, rows, M, N):
 
 @triton.jit
 def key_range(lo, hi, rows, M, N):
-    """Keys outside [first, last) no row sees; keys in [all_first, all_last) every row below M sees."""
+    """No row sees keys outside [first, last); all rows below M see [all_first, all_last)."""
     sees = lo < hi
     first = tl.min(tl.where(sees, lo, N), 0)
     last = tl.max(tl.where(sees, hi, 0), 0)
@@ -214,8 +214,8 @@ def sigmoid(x, FORM: tl.constexpr):
     """σ = 1/(1 + 2^x) with x = −(z + b) log₂e, relatively accurate however small σ is.
 
     pair: x comes 60 lower; a = min(1, 2^x + 2^-60) is (1 + e)·2^-60, and two neighbours share one
-    reciprocal: m = 2^-60/(a a'), σ = m a', σ' = m a. The saturating add keeps a a' ≥ 2^-120 and costs
-    nothing; it bounds σ from below by 2^-60.
+    reciprocal: m = 2^-60/(a a'), σ = m a', σ' = m a. The saturating add keeps a ≤ 1 at no cost; it
+    bounds σ from below by 2^-60.
     """
     if FORM == "pair":
         return tl.inline_asm_elementwise(

