@@ -203,8 +203,8 @@ def bad_inputs(source, tmp_path):
 
 
 CASES = (
-    "target", "function", "no_text", "no_words", "off_interface", "not_a_language_model", "converted",
-    "layer", "window", "query",
+    "target", "function", "no_text", "no_words", "off_interface", "not_a_language_model",
+    "converted", "layer", "window", "query",
 )  # fmt: skip
 
 

@@ -58,6 +58,22 @@ def test_registering_adds_no_module_that_a_model_needs_not():
     assert run(code).strip() == "[]"
 
 
+def test_the_plugin_and_conversions_need_no_extra():
+    """`pip install hf-sigmoid` alone: none of the extras' packages is there."""
+    run(
+        "import sys\n"
+        "for name in ('datasets', 'peft', 'evaluate', 'matplotlib', 'accelerate', 'gguf'):\n"
+        "    sys.modules[name] = None\n"
+        "import hf_sigmoid, torch\n"
+        "import hf_sigmoid.conversions\n"
+        "from transformers import AutoModelForCausalLM, LlamaConfig\n"
+        "sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=9)\n"
+        "config = LlamaConfig(**sizes)\n"
+        "model = AutoModelForCausalLM.from_config(config, attn_implementation='sigmoid')\n"
+        "model(torch.ones(1, 4, dtype=torch.long))\n"
+    )
+
+
 def test_the_folder_kernels_never_shadows_hugging_faces_package():
     assert not (ROOT / "kernels" / "__init__.py").exists()
     spec = importlib.util.find_spec("kernels")
