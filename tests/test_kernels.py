@@ -4,12 +4,14 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import interpreter
 import oracles
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 
 from hf_sigmoid import functional
@@ -248,6 +250,28 @@ def test_dropout_is_refused(function):
     q, k, v, row, intervals = small()
     with pytest.raises(ValueError, match="dropout"):
         flash.attention(q, k, v, row, intervals, None, None, None, None, function, 1.0, 0.0, 0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "path", "warns"),
+    [
+        ((9, 0), "3.8.0", None, True),
+        ((9, 0), "3.8.0", "/opt/ptxas", False),
+        ((9, 0), "3.9.0", None, False),
+        ((8, 0), "3.8.0", None, False),
+    ],
+)
+def test_an_assembler_that_miscompiles_is_named(monkeypatch, capability, version, path, warns):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    if path:
+        monkeypatch.setenv("TRITON_PTXAS_PATH", path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tuning.warn_of_assembler()
+    assert ["ptxas" in str(warning.message) for warning in caught] == [True] * warns
 
 
 def test_kernels_compile_for_gpus_that_are_not_here():

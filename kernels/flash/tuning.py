@@ -6,9 +6,13 @@ the same kernel on every run, and a launch never waits for the GPU. For 16-bit i
 sm_80 with at most 80 bytes of spills (`python tests/aot.py` prints all). None has been timed yet.
 """
 
+import os
+import warnings
 from typing import NamedTuple
 
 import torch
+import triton
+from packaging.version import Version
 from triton import knobs
 from triton.runtime.driver import driver
 
@@ -58,6 +62,23 @@ def form(dtype: torch.dtype) -> str:
     none. With float32 inputs the pair form's error of 1.3e-6 would show, and its speed would not.
     """
     return "pair" if dtype.itemsize == 2 and _target()[0] == "cuda" else "rsqrt"
+
+
+def warn_of_assembler() -> None:
+    """On Hopper, say that the assembler in Triton before 3.9 may corrupt results.
+
+    Its ptxas is older than 13.3 and can reuse the registers of a warp-group matrix product
+    before they are read (triton-lang/triton issue 11781); every attention kernel has some.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return
+    if Version(triton.__version__) < Version("3.9") and "TRITON_PTXAS_PATH" not in os.environ:
+        warnings.warn(
+            f"Triton {triton.__version__} assembles for Hopper with a ptxas that is known to "
+            "miscompile matrix products: install triton>=3.9, or set TRITON_PTXAS_PATH to a ptxas "
+            "of CUDA 13.3 or newer, and compare with backend='reference' before you trust a result",
+            stacklevel=2,
+        )
 
 
 def _target() -> tuple[str, int | str]:
