@@ -23,6 +23,7 @@ test-versions:
 
 # torch first, by itself: another package that asks for it would take the newest build, with CUDA.
 $(READY): pyproject.toml constraints.txt
+	@echo "Installing the pinned packages into .venv: some minutes, once."
 	$(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[dev]'

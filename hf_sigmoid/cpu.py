@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hf_sigmoid import ops
 
-# Logits a block may hold: 4 Mi float32 values are 16 MiB, a handful of such temporaries live at a
-# time.
-BLOCK_ELEMENTS = 1 << 22
+# Logits a block holds: 1 MiB in float32, so that its handful of temporaries stays in a core's cache
+# and a causal block ends near its diagonal.
+BLOCK_ELEMENTS = 1 << 18
+LEAST_ROWS = 64  # fewer rows a block would spend the time on reading keys
 
 
 def forward(query, key, value, row, intervals, mask, logit_bias, alibi_slopes, sinks,
@@ -111,7 +112,7 @@ class _Problem:
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows, and the keys that any of them sees; rows that see nothing get one hidden key."""
-        step = max(1, BLOCK_ELEMENTS // max(1, self.B * self.H * self.N))
+        step = max(LEAST_ROWS, BLOCK_ELEMENTS // max(1, self.B * self.H * self.N))
         for start in range(0, self.M, step):
             rows = slice(start, min(start + step, self.M))
             lo, hi = self.intervals[:, rows].unbind(-1)

@@ -26,7 +26,7 @@ from hf_sigmoid import functional, masks, parameters, reference
 from hf_sigmoid.parameters import FUNCTIONS, HOLDER, LogLength
 
 # The releases on which the whole test suite passes (`make test-versions`): lowest and newest.
-TESTED = {"transformers": ("5.24", "5.24"), "torch": ("2.13", "2.13")}
+TESTED = {"transformers": ("5.24", "5.24"), "torch": ("2.13", "2.14")}
 
 # Arguments that change what a row sees in a way no mask says. They reach us because our names are
 # not "eager" or "sdpa"; ignoring them would turn sparse attention into dense.

@@ -50,7 +50,12 @@ def main(argv: list[str] | None = None) -> Path | None:
     # Intermixed: keys may stand before, between and after the options.
     args = parser.parse_intermixed_args(argv)
     run = run_config.load(args.config, args.overrides)
-    return Training(run).start(dry_run=args.dry_run)
+    try:
+        return Training(run).start(dry_run=args.dry_run)
+    finally:
+        # A process that ends with the group's threads alive may abort after all its work is done.
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 class Training:

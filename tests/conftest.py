@@ -5,12 +5,11 @@ import os
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Read when a kernel is defined, so it must be set before the kernels are imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # numpy's matrix products are 10 times slower with more
+# Read when a kernel is defined, so before the kernels are imported. With a GPU too: there
+# `TRITON_INTERPRET=0 pytest -m gpu` runs the kernels themselves.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+# numpy's matrix products, the interpreter's, are 10 times slower with more threads.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

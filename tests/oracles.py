@@ -26,8 +26,8 @@ class Problem:
     options: dict = field(default_factory=dict)
     direction: Tensor = None  # what the output is multiplied with to get a scalar
 
-    def solve(self, call, dtype: torch.dtype, **options) -> dict[str, Tensor]:
-        """Output and gradients of `call` in `dtype`, as float64."""
+    def solve(self, call, dtype: torch.dtype, device="cpu", **options) -> dict[str, Tensor]:
+        """Output and gradients of `call` in `dtype` on `device`, as float64 on the CPU."""
         leaves = {}
         for name, tensor in self.tensors.items():
             # Only q, k and v are rounded: parameters and row numbers are float32 in every model.
@@ -37,18 +37,22 @@ class Problem:
                 else torch.promote_types(dtype, torch.float32)
             )
             rounded = tensor.to(self.dtype if name in ("query", "key", "value") else kind)
-            leaves[name] = rounded.to(kind).clone().requires_grad_()
-        output = call(**leaves, **self.options, **options)
+            leaves[name] = rounded.to(kind).clone().to(device).requires_grad_()
+        given = {
+            name: option.to(device) if isinstance(option, Tensor) else option
+            for name, option in self.options.items()
+        }
+        output = call(**leaves, **given, **options)
         output = output[0] if isinstance(output, tuple) else output
-        (output.double() * self.direction).sum().backward()
-        results = {f"d{name}": leaf.grad.double() for name, leaf in leaves.items()}
-        return {"output": output.detach().double(), **results}
+        (output.double() * self.direction.to(device)).sum().backward()
+        results = {f"d{name}": leaf.grad.double().cpu() for name, leaf in leaves.items()}
+        return {"output": output.detach().double().cpu(), **results}
 
 
-def check(problem: Problem, backend: str) -> None:
+def check(problem: Problem, backend: str, **options) -> None:
     """Assert that a backend of the public verbs solves the problem within the budget."""
     verb = getattr(functional, f"{problem.function}_attention")
-    check_call(problem, verb, backend=backend)
+    check_call(problem, verb, backend=backend, **options)
 
 
 def check_call(problem: Problem, call, **options) -> None:

@@ -78,6 +78,22 @@ def test_padding_does_not_change_real_tokens(family, function, left, right):
 
 
 @every_function
+def test_padding_does_not_change_whispers_real_tokens(function):
+    """Both attentions of the decoder, the second of which sees the encoder's keys."""
+    model, batch = tiny_models.converted("whisper", function), tiny_models.inputs("whisper")
+    mask = torch.ones_like(batch["decoder_input_ids"])
+    mask[0, 8:] = 0
+    both = tiny_models.output(model, **batch, decoder_attention_mask=mask)
+    alone = tiny_models.output(
+        model,
+        input_features=batch["input_features"][:1],
+        decoder_input_ids=batch["decoder_input_ids"][:1, :8],
+    )
+    torch.testing.assert_close(both[:1, :8], alone, **TOLERANCE)
+    torch.testing.assert_close(both[1:], tiny_models.output(model, **batch)[1:], **TOLERANCE)
+
+
+@every_function
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3", "gemma3"]
 )  # gpt2 never hands its positions to the mask

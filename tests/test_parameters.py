@@ -268,14 +268,14 @@ def test_another_function_than_the_checkpoints_warns(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_only_one_tower_of_a_composite_model_is_converted(tmp_path):
+def llava_config():
     vision = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "intermediate_size": 48,
     }
-    config = LlavaConfig(
+    return LlavaConfig(
         vision_config={
             "model_type": "clip_vision_model",
             "image_size": 16,
@@ -285,7 +285,27 @@ def test_only_one_tower_of_a_composite_model_is_converted(tmp_path):
         text_config=tiny_models.config("llama").to_dict(),
         image_token_index=98,
     )
-    model = LlavaForConditionalGeneration._from_config(config).eval()
+
+
+def test_a_dict_chooses_the_function_of_each_part(tmp_path):
+    LlavaForConditionalGeneration._from_config(llava_config()).save_pretrained(tmp_path)
+    asked = {"text_config": "sigmoid", "vision_config": "ssmax"}
+    model = LlavaForConditionalGeneration.from_pretrained(tmp_path, attn_implementation=asked)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config.text_config._attn_implementation == "sigmoid"
+    assert model.config.vision_config._attn_implementation == "ssmax"
+    functions = {name: module.log_length.function for name, module in parameters.holders(model)}
+    assert len(functions) == 4
+    assert all(
+        function == ("ssmax" if "vision_tower" in name else "sigmoid")
+        for name, function in functions.items()
+    )
+    model.set_attn_implementation({"text_config": "sdpa", "vision_config": "sdpa"})
+    assert model.config.text_config._attn_implementation == "sdpa"
+
+
+def test_only_one_tower_of_a_composite_model_is_converted(tmp_path):
+    model = LlavaForConditionalGeneration._from_config(llava_config()).eval()
     hf_sigmoid.configure(model.model.language_model, "sigmoid", learn=True)
     model.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())["attn_implementation"]
