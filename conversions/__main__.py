@@ -66,6 +66,8 @@ def _layers(given: str) -> list[int]:
             raise argparse.ArgumentTypeError(
                 f"expected numbers and ranges as 0-15,20, got {given!r}"
             )
+        if last and int(last) < int(first):
+            raise argparse.ArgumentTypeError(f"expected ranges that rise, got {part!r}")
         layers += range(int(first), int(last or first) + 1)
     return layers
 

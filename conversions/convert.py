@@ -7,15 +7,17 @@ and that is verified before anything is written. sigmoid starts from a fit to th
 """
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_sigmoid import parameters, text
+from hf_sigmoid import configuration, parameters, text
 from hf_sigmoid.conversions.calibrate import Fit, calibrate
 from hf_sigmoid.conversions.compare import perplexity, token_windows
 from hf_sigmoid.conversions.embedded import checkpoint
@@ -59,15 +61,23 @@ def convert(
         check;
             nothing has been written then.
     """
-    target = Path(target)
+    # Resolved, so that a link or "." is replaced by name like any other empty folder.
+    target = Path(target).resolve()
     if function not in parameters.FUNCTIONS:
         raise ValueError(f"--to must be one of {', '.join(parameters.FUNCTIONS)}, got {function!r}")
     if query and function != "sigmoid":
         raise ValueError(f"a query term is fitted for sigmoid only, got {function!r}")
+    if window < 2 or windows < 1:
+        raise ValueError(
+            f"expected a window of at least 2 tokens and 1 window, got {window} and {windows}"
+        )
+    if layers is not None and not layers:
+        raise ValueError("expected at least one layer to convert, got none")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(
             f"the output must be a new or empty folder, got {target}, which exists and is not empty"
         )
+    _check_writable(target)
     calibration_text = _read(calibration, text.train, "calibration")
     evaluation_text = _read(evaluation, text.held_out, "evaluation")
 
@@ -81,7 +91,7 @@ def convert(
     evaluation_ids = token_windows(tokenizer, evaluation_text, window, windows)
     calibration_ids = token_windows(tokenizer, calibration_text, window, windows)
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    model = _load(path)
     report = {"source": str(source), "function": function, "window": window, "layers": layers}
     report["perplexity_before"] = perplexity(
         model, evaluation_ids, name="perplexity before", progress=progress
@@ -109,7 +119,7 @@ def to_sigmoid(
 ) -> None:
     """Switch a softmax model to sigmoid attention; the fitted row numbers are trainable."""
     query = next(iter(fits.values())).query is not None
-    parameters.configure(model, "sigmoid", learn=True, query=query, layers=layers)
+    configuration.configure(model, "sigmoid", learn=True, query=query, layers=layers)
     with torch.no_grad():
         for name, module in parameters.holders(model):
             holder = module.log_length
@@ -129,7 +139,7 @@ def _to_ssmax(model: PreTrainedModel, layers: Sequence[int] | None, ids: torch.T
     padding[0, : ids.shape[1] // 4] = 0
     inputs = [{"input_ids": ids}, {"input_ids": ids, "attention_mask": padding}]
     before = [model(**batch, use_cache=False).logits for batch in inputs]
-    parameters.configure(model, "ssmax", layers=layers)
+    configuration.configure(model, "ssmax", layers=layers)
     worst = 0.0
     for batch, expected in zip(inputs, before, strict=True):
         real = batch.get("attention_mask", torch.ones_like(ids)).bool()
@@ -147,6 +157,11 @@ def _to_ssmax(model: PreTrainedModel, layers: Sequence[int] | None, ids: torch.T
 
 def _check_source(config, function: str, layers: Sequence[int] | None) -> None:
     """Everything that can be said against the model from its config alone."""
+    if parts := configuration.sub_configs(config):
+        raise ValueError(
+            f"the model must be a plain language model, got {config.model_type!r}, "
+            f"which is composed of {', '.join(parts)}"
+        )
     if getattr(config, "hf_sigmoid", None):
         raise ValueError(
             "the model must run softmax, got one already converted to "
@@ -156,10 +171,26 @@ def _check_source(config, function: str, layers: Sequence[int] | None) -> None:
         raise ValueError(
             f"the model must be a causal language model, got model type {config.model_type!r}"
         )
-    parameters.check_model(AutoModelForCausalLM._model_mapping[type(config)], function)
-    parameters.refuse_scaled_twice(config, function)
+    configuration.check_model(AutoModelForCausalLM._model_mapping[type(config)], function)
+    configuration.refuse_scaled_twice(config, function)
+    configuration.refuse_own_masks(config, function)
     if layers is not None:
-        parameters.check_layers(layers, config)
+        configuration.check_layers(layers, config)
+
+
+def _load(path: str) -> PreTrainedModel:
+    """The model, from safetensors only."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype="auto", use_safetensors=True).eval()
+    except SafetensorError as error:
+        raise ValueError(f"{path}: a safetensors file cannot be read: {error}") from error
+
+
+def _check_writable(target: Path) -> None:
+    """The nearest folder above the target that exists must be one, and writable."""
+    parent = next(folder for folder in target.parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"the output must be in a folder that can be written, got {target}")
 
 
 def _read(path: str | Path | None, default, what: str) -> str:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from hf_sigmoid.after_import import register_with_transformers
 
 if TYPE_CHECKING:
+    from hf_sigmoid.configuration import configure
     from hf_sigmoid.functional import sigmoid_attention, ssmax_attention
-    from hf_sigmoid.parameters import configure
 
 __version__ = "0.1.0"
 __all__ = ["configure", "sigmoid_attention", "ssmax_attention"]
 
 _HOME = {
-    "configure": "hf_sigmoid.parameters",
+    "configure": "hf_sigmoid.configuration",
     "sigmoid_attention": "hf_sigmoid.functional",
     "ssmax_attention": "hf_sigmoid.functional",
 }

@@ -112,6 +112,8 @@ class _Problem:
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows, and the keys that any of them sees; rows that see nothing get one hidden key."""
+        if not self.B:
+            return
         step = max(LEAST_ROWS, BLOCK_ELEMENTS // max(1, self.B * self.H * self.N))
         for start in range(0, self.M, step):
             rows = slice(start, min(start + step, self.M))

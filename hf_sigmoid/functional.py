@@ -139,6 +139,7 @@ def _attention(function, query, key, value, scaling, row, visible, is_causal, so
     unusual = (softcap, alibi_slopes, logit_bias, sinks)
     plain = all(argument is None for argument in unusual) and not return_log_sum_exp
     if backend == "torch" and function == "ssmax" and plain:
+        visible, is_causal = _simplest(visible, is_causal, M, N)
         small = visible is not None and B * M * N <= DENSE_MASK_ELEMENTS
         if small or (visible is None and (not is_causal or M == N or M == 1)):
             return _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout)
@@ -168,6 +169,23 @@ def _attention(function, query, key, value, scaling, row, visible, is_causal, so
         0.0 if softcap is None else float(softcap), float(dropout), seed,
     )  # fmt: skip
     return (output, log_sum_exp.detach()) if return_log_sum_exp else output
+
+
+def _simplest(visible, is_causal, M, N):
+    """Intervals that are just causal, or everything, said without a mask: softmax kernels are then
+    fastest, and equal to transformers' own to the last bit. Looks at values on a CPU only."""
+    if visible is None or visible.dtype == torch.bool or not visible.is_cpu:
+        return visible, is_causal
+    if torch.compiler.is_compiling():
+        return visible, is_causal
+    lo, hi = visible.view(-1, M, 2).unbind(-1)
+    if bool((lo > 0).any()):
+        return visible, is_causal
+    if bool((hi >= N).all()):
+        return None, is_causal
+    if M == N and torch.equal(hi, torch.arange(1, M + 1, dtype=hi.dtype).expand(hi.shape)):
+        return None, True
+    return visible, is_causal
 
 
 def _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout):
@@ -288,6 +306,9 @@ def _check(function, query, key, value, scaling, row, visible, softcap, alibi_sl
     _check_row(name, row, (B, H, M), query.device)
     if visible is not None:
         _check_visible(visible, B, H, M, N, query.device)
+    for label, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise ValueError(f"{label} must be a tensor, got {type(tensor).__name__}")
     if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((H,), (B, H)):
         raise ValueError(f"alibi_slopes must be {[H]} or {[B, H]}, got {list(alibi_slopes.shape)}")
     if logit_bias is not None:

@@ -11,7 +11,11 @@ import re
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+)
 
 # Booleans of the index mask that are made and reduced together: on a CPU they stay in its cache,
 # which is 4 times faster than 64 Mi at once (8192 × 8192); a GPU would spend its time launching
@@ -20,8 +24,8 @@ BLOCK_ELEMENTS = {"cpu": 1 << 20, "other": 1 << 28}
 
 # These combine the mask with one of their own, so they need it as transformers makes it.
 DENSE = {
-    "axk2", "deepseek_v32", "deepseek_v4", "doge", "dots3_note", "glm_moe_dsa", "hy_v4", "hy_v4_vl",
-    "mistral_large4", "t5gemma2",
+    "axk2", "bigbird_pegasus", "deepseek_v32", "doge", "dots3_note", "glm_moe_dsa", "hy_v4",
+    "hy_v4_vl", "mistral_large4", "t5gemma2",
 }  # fmt: skip
 
 
@@ -34,26 +38,18 @@ def interval_mask(
     mask_function=causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     config=None,
     **kwargs,
-) -> Tensor | None:
+) -> Tensor:
     """The mask function that transformers calls for our two names.
 
     Returns:
-        None (causal with M = N, or everything visible), int32 row intervals `[B, 1, M, 2]`, or a
-        bool mask `[B, 1, M, N]` where some row's keys are not contiguous.
+        int32 row intervals `[B, 1, M, 2]`, or a bool mask `[B, 1, M, N]` where some row's keys are
+        not contiguous. Never None: what that means is up to a flag of each attention module, and
+        causal models that transformers runs in eager mode only leave it False.
     """
-    unlimited = (local_size is None or kv_length < local_size) and _sees_all(attention_mask)
-    # None must mean lower-right causal: transformers' own upper-left one is wrong for a static
-    # cache.
-    if unlimited and allow_is_causal_skip and q_length == kv_length:
-        return None
-    if unlimited and allow_is_bidirectional_skip:
-        return None
 
     def dense(start: int, rows: int) -> Tensor:
         return sdpa_mask(
@@ -64,6 +60,15 @@ def interval_mask(
     model_type = re.sub("_(text|encoder|decoder)$", "", getattr(config, "model_type", ""))
     if model_type in DENSE:
         return dense(0, q_length)
+    if _sees_all(attention_mask) and mask_function in (
+        causal_mask_function,
+        bidirectional_mask_function,
+    ):
+        hi = torch.full((q_length,), kv_length, dtype=torch.int32, device=device)
+        if mask_function is causal_mask_function:
+            rows = torch.arange(1, q_length + 1, dtype=torch.int32, device=device)
+            hi = torch.minimum(hi, (rows + (q_offset - kv_offset)).clamp(min=0).to(torch.int32))
+        return torch.stack([0 * hi, hi], -1).expand(batch_size, 1, q_length, 2)
     # A compiler fuses mask and reductions, and must not see a loop whose length depends on a shape.
     elements = BLOCK_ELEMENTS["cpu" if torch.device(device).type == "cpu" else "other"]
     step = (
@@ -134,6 +139,10 @@ def visible_keys(mask: Tensor | None, M: int, N: int, is_causal: bool, device: t
     mask = mask[..., :N]
     if mask.dtype == torch.bool:
         return mask, False, None, mask.sum(-1).float()
+    if not mask.is_floating_point():
+        raise ValueError(
+            f"an attention mask must be bool or float, got {mask.dtype} {list(mask.shape)}"
+        )
     # An additive mask: its most negative entries hide, the others are added to the logits.
     shown = mask > torch.finfo(mask.dtype).min / 2
     return shown, False, torch.where(shown, mask, 0.0), shown.sum(-1).float()

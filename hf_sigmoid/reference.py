@@ -101,10 +101,12 @@ def _logits(
     if alibi_slopes is not None:
         slopes = alibi_slopes.to(dtype).view(-1, H, 1, 1)
         z = z - slopes * (rows - columns).abs()
-    if logit_bias is not None:
-        z = z + logit_bias.to(dtype)
-
     shown = columns <= rows if is_causal else torch.ones_like(columns <= rows)
+    if logit_bias is not None:
+        # −inf hides a key: as a number, a multiplier of 0 or less would make it NaN or +inf.
+        finite = logit_bias != float("-inf")
+        shown = shown & finite
+        z = z + logit_bias.masked_fill(~finite, 0.0).to(dtype)
     if visible is not None and visible.dtype == torch.bool:
         shown = shown & visible
     elif visible is not None:

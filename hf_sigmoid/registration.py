@@ -1,5 +1,4 @@
-"""Where the two functions plug into transformers: the attention wrapper, and a few wraps of its
-classes.
+"""Where the two functions plug into transformers: their names, and a few wraps of its classes.
 
 Importing this module registers, once transformers' model classes are loaded (`after_import.py`): it
 adds the names "sigmoid" and "ssmax" to transformers' tables of attention and mask functions and
@@ -15,122 +14,18 @@ import warnings
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
-from transformers.utils.output_capturing import _active_collector
 
-from hf_sigmoid import functional, masks, parameters, reference
+from hf_sigmoid import configuration, masks, parameters
+from hf_sigmoid.attention import attention
+from hf_sigmoid.configuration import sub_configs
 from hf_sigmoid.parameters import FUNCTIONS, HOLDER, LogLength
 
 # The releases on which the whole test suite passes (`make test-versions`): lowest and newest.
 TESTED = {"transformers": ("5.24", "5.24"), "torch": ("2.13", "2.14")}
-
-# Arguments that change what a row sees in a way no mask says. They reach us because our names are
-# not "eager" or "sdpa"; ignoring them would turn sparse attention into dense.
-REFUSED = {"indices": "index-sparse attention", "block_indices": "block-sparse attention"}
-
-
-def attention(
-    function: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    position_bias: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    sinks: Tensor | None = None,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    output_attentions: bool | None = False,
-    **kwargs,
-) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls: query `[B, H, M, D]`, key `[B, G, N, D]`, value `[B, G, N, V]`.
-
-    Returns:
-        Output `[B, M, H, V]`, contiguous, and the weights `[B, H, M, N]` if `output_attentions`,
-        else None.
-
-    Raises:
-        ValueError: the model passes an argument that this function cannot honour.
-    """
-    for name, what in REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{function}: {type(module).__name__} passes `{name}` ({what}), "
-                "which is not supported"
-            )
-    holder = getattr(module, HOLDER, None)
-    if holder is not None and holder.function == "softmax":
-        function = "softmax"  # a layer that the section leaves as it was
-    sinks = s_aux if sinks is None else sinks
-    if sinks is not None and function == "sigmoid":
-        raise ValueError(
-            f"sigmoid: {type(module).__name__} has attention sinks, "
-            "a term of a softmax's denominator; "
-            "sigmoid attention has none. Use attn_implementation='ssmax'"
-        )
-
-    # Under autocast q and k may arrive as float32 (RoPE) and v in the autocast dtype; norms kept in
-    # float32 do the same.
-    device = query.device
-    dtype = (
-        torch.get_autocast_dtype(device.type)
-        if torch.is_autocast_enabled(device.type)
-        else value.dtype
-    )
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    M, N = query.shape[2], key.shape[2]
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is None and cu_seq_lens_q is not None:
-        attention_mask = masks.packed_intervals(
-            cu_seq_lens_q, cu_seq_lens_k, M, N, is_causal, sliding_window
-        )
-        attention_mask = attention_mask.expand(query.shape[0], 1, M, 2)
-    visible, is_causal, logit_bias, count = masks.visible_keys(
-        attention_mask, M, N, is_causal, device
-    )
-    if position_bias is not None:
-        logit_bias = position_bias if logit_bias is None else logit_bias + position_bias
-
-    options = {
-        "scaling": scaling, "visible": visible, "is_causal": is_causal, "softcap": softcap,
-        "logit_bias": logit_bias, "dropout": dropout,
-    }  # fmt: skip
-    log_n = torch.log(count.clamp(min=1))
-    # A holder of the other function (the model runs under another name) says nothing about this
-    # one.
-    owned = holder is not None and holder.function == function != "softmax"
-    if function == "sigmoid":
-        options["bias"] = holder(log_n, query) if owned else -log_n
-    else:
-        options["multiplier"] = holder(log_n, query) if owned else 1.0
-        options["sinks"] = sinks
-    name = "sigmoid" if function == "sigmoid" else "ssmax"
-    if output_attentions or _records_attentions():
-        output, weights = getattr(reference, f"{name}_attention")(query, key, value, **options)
-        weights = weights.to(dtype)
-    else:
-        output, weights = (
-            getattr(functional, f"{name}_attention")(query, key, value, **options),
-            None,
-        )
-    return output.transpose(1, 2).contiguous(), weights
-
-
-def _records_attentions() -> bool:
-    """Is the model collecting weights? Some (gpt2) do not pass `output_attentions` on."""
-    collected = _active_collector.get()
-    return collected is not None and any(key.endswith("attentions") for key in collected)
 
 
 def register() -> None:
@@ -180,9 +75,10 @@ def _wrap_check(original):
     """The config's function if none is asked for; a warning if another one is."""
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+        configuration.forget_default(self, attn_implementation)
         section = getattr(self.config, "hf_sigmoid", None)
         if section:
-            parameters.check_section(self.config)
+            configuration.check_section(self.config)
             function = section["function"]
             attn_implementation = function if attn_implementation is None else attn_implementation
             if attn_implementation != function:
@@ -201,11 +97,13 @@ def _wrap_get_correct(original):
     """Refuse a model that would accept the name and run softmax; give the others their section."""
 
     def get_correct_attn_implementation(self, requested_attention, is_init_check=False):
+        configuration.forget_default(self, requested_attention)
         if requested_attention in FUNCTIONS:
-            parameters.check_model(type(self), requested_attention)
-            parameters.refuse_scaled_twice(self.config, requested_attention)
+            configuration.check_model(type(self), requested_attention)
+            configuration.refuse_scaled_twice(self.config, requested_attention)
+            configuration.refuse_own_masks(self.config, requested_attention)
             if not getattr(self.config, "hf_sigmoid", None):
-                parameters.make_default_section(self.config, requested_attention)
+                configuration.make_default_section(self.config, requested_attention)
                 if not is_init_check:  # set_attn_implementation on a finished model
                     _finish(self)
         return original(self, requested_attention, is_init_check)
@@ -260,7 +158,7 @@ def _wrap_save(original):
 
 def _has_section(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "hf_sigmoid", None)) or any(
-        map(_has_section, _sub_configs(config).values())
+        map(_has_section, sub_configs(config).values())
     )
 
 
@@ -268,13 +166,8 @@ def _implementations(config: PreTrainedConfig) -> str | dict | None:
     """A name, or for a composite model a dict whose "" is the model itself."""
     section = getattr(config, "hf_sigmoid", None)
     own = section["function"] if section else config._attn_implementation
-    children = {name: _implementations(child) for name, child in _sub_configs(config).items()}
+    children = {name: _implementations(child) for name, child in sub_configs(config).items()}
     return {"": own, **children} if children else own
-
-
-def _sub_configs(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
-    pairs = ((name, getattr(config, name, None)) for name in config.sub_configs or {})
-    return {name: child for name, child in pairs if isinstance(child, PreTrainedConfig)}
 
 
 def _wrap_initialize(original):
@@ -326,7 +219,7 @@ def _wrap_finalize(original):
 def _is_new(model: PreTrainedModel, key: str) -> bool:
     """Was the section of this parameter's module made by this process, so that nobody saved it?"""
     module = model.get_submodule(key.rpartition(f".{HOLDER}.")[0])
-    return isinstance(module.config.hf_sigmoid, parameters.Section)
+    return isinstance(module.config.hf_sigmoid, configuration.Section)
 
 
 def _wrap_continuous_batching(original):

@@ -149,10 +149,10 @@ def test_layers_that_are_not_named_stay_softmax(source, tmp_path):
 
 
 def test_a_failed_identity_check_writes_nothing(source, tmp_path, monkeypatch):
-    from hf_sigmoid import parameters
+    from hf_sigmoid import configuration
 
-    wrong = {**parameters.DEFAULTS["ssmax"], "offset": 1.01}
-    monkeypatch.setitem(parameters.DEFAULTS, "ssmax", wrong)
+    wrong = {**configuration.DEFAULTS["ssmax"], "offset": 1.01}
+    monkeypatch.setitem(configuration.DEFAULTS, "ssmax", wrong)
     with pytest.raises(
         ValueError, match="ssmax at its identity must not change logits by more than"
     ):

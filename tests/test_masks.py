@@ -98,18 +98,20 @@ def test_intervals_are_transformers_own_mask(arguments, elements):
     assert torch.equal(n.expand(count.shape), count.float())
 
 
-def test_none_means_causal_of_equal_lengths_or_everything():
-    assert masks.interval_mask(1, 5, 5) is None
-    assert masks.interval_mask(1, 5, 5, attention_mask=torch.ones(1, 5).bool()) is None
-    everything = {
-        "mask_function": mu.bidirectional_mask_function,
-        "allow_is_bidirectional_skip": True,
-    }
-    assert masks.interval_mask(1, 5, 7, **everything, allow_is_causal_skip=False) is None
-    # A static cache's prefill: transformers would return None and mean upper-left.
+def test_a_mask_is_never_none():
+    """transformers' own None means causal or not by a flag of the module, and upper-left."""
+    assert masks.interval_mask(1, 3, 3).tolist() == [[[[0, 1], [0, 2], [0, 3]]]]
+    assert masks.interval_mask(1, 3, 3, attention_mask=torch.ones(1, 3).bool()) is not None
+    everything = masks.interval_mask(2, 2, 7, mask_function=mu.bidirectional_mask_function)
+    assert everything.tolist() == [[[[0, 7], [0, 7]]]] * 2
+    # A static cache's prefill, then one of its steps.
     assert masks.interval_mask(1, 5, 8)[0, 0, :, 1].tolist() == [1, 2, 3, 4, 5]
     assert masks.interval_mask(1, 1, 8, q_offset=torch.tensor(3)).tolist() == [[[[0, 4]]]]
-    assert masks.interval_mask(1, 5, 5, local_size=5) is not None
+
+
+def test_an_integer_mask_is_refused():
+    with pytest.raises(ValueError, match=r"must be bool or float, got torch.int64"):
+        masks.visible_keys(torch.ones(1, 1, 3, 4).long(), 3, 4, True, torch.device("cpu"))
 
 
 @given(

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import hf_sigmoid
-from hf_sigmoid import parameters
+from hf_sigmoid import configuration, parameters
 
 FUNCTIONS = ("sigmoid", "ssmax")
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
@@ -201,9 +201,9 @@ def test_a_model_off_the_interface_is_refused_by_name(config, function):
 def test_ssmax_does_not_scale_twice():
     config = Llama4TextConfig(attn_temperature_tuning=True)
     with pytest.raises(ValueError, match=r"llama4_text already scales.*attn_temperature_tuning"):
-        parameters.refuse_scaled_twice(config, "ssmax")
+        configuration.refuse_scaled_twice(config, "ssmax")
     config.attn_temperature_tuning = False
-    parameters.refuse_scaled_twice(config, "ssmax")
+    configuration.refuse_scaled_twice(config, "ssmax")
 
 
 def checkpoint(folder, function="ssmax"):
