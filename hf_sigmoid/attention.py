@@ -70,11 +70,12 @@ def attention(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     M, N = query.shape[2], key.shape[2]
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is None and cu_seq_lens_q is not None:
-        attention_mask = masks.packed_intervals(
+    if cu_seq_lens_q is not None:
+        # Not every model lets its mask know of packed documents, but these reach every attention.
+        packed = masks.packed_intervals(
             cu_seq_lens_q, cu_seq_lens_k, M, N, is_causal, sliding_window
-        )
-        attention_mask = attention_mask.expand(query.shape[0], 1, M, 2)
+        ).expand(query.shape[0], 1, M, 2)
+        attention_mask = masks.narrow(attention_mask, packed, N)
     visible, is_causal, logit_bias, count = masks.visible_keys(
         attention_mask, M, N, is_causal, device
     )

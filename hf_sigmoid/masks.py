@@ -121,6 +121,21 @@ def packed_intervals(
     return torch.stack([lo.clamp(0, N).minimum(hi), hi], -1).to(torch.int32)[None, None]
 
 
+def narrow(mask: Tensor | None, intervals: Tensor, N: int) -> Tensor:
+    """`mask`, of any form, restricted to row intervals."""
+    if mask is None:
+        return intervals
+    lo, hi = intervals.unbind(-1)
+    if is_intervals(mask):
+        lo = torch.maximum(lo, mask[..., 0])
+        return torch.stack([lo, torch.maximum(lo, torch.minimum(hi, mask[..., 1]))], -1)
+    columns = torch.arange(N, device=mask.device)
+    inside = (columns >= lo.unsqueeze(-1)) & (columns < hi.unsqueeze(-1))
+    if mask.dtype == torch.bool:
+        return mask[..., :N] & inside
+    return mask[..., :N].masked_fill(~inside, torch.finfo(mask.dtype).min)
+
+
 def visible_keys(mask: Tensor | None, M: int, N: int, is_causal: bool, device: torch.device):
     """What a model handed over as attention mask, as the arguments of the two verbs.
 

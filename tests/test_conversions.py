@@ -1,6 +1,7 @@
 """Conversions: ssmax starts as the identity, sigmoid near the softmax, bad input writes nothing."""
 
 import json
+import shutil
 
 import pytest
 import tiny_models
@@ -169,6 +170,16 @@ def bad_inputs(source, tmp_path):
     BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4).save_pretrained(bloom)
     bert = tmp_path / "bert"
     AutoConfig.for_model("vit", hidden_size=32).save_pretrained(bert)
+    composite = tmp_path / "composite"
+    AutoConfig.for_model("gemma3").save_pretrained(composite)
+    broken = tmp_path / "broken"
+    shutil.copytree(source, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    pickled = tmp_path / "pickled"
+    shutil.copytree(source, pickled)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
     converted = tmp_path / "converted"
     config = LlamaConfig.from_pretrained(source)
     hf_sigmoid.configure(config, "ssmax")
@@ -199,12 +210,25 @@ def bad_inputs(source, tmp_path):
         "layer": ({"layers": [5]}, "layers must be indices from 0 to 1, got 5"),
         "window": ({"window": 65}, "window must be at most the model's 64 positions, got 65"),
         "query": ({"function": "ssmax", "query": True}, "for sigmoid only, got 'ssmax'"),
+        "composite": (
+            {"source": composite},
+            "plain language model, got 'gemma3', which is composed",
+        ),
+        "short_window": ({"window": 1}, "a window of at least 2 tokens and 1 window, got 1 and 6"),
+        "no_windows": ({"windows": 0}, "a window of at least 2 tokens and 1 window, got 32 and 0"),
+        "no_layers": ({"layers": []}, "at least one layer to convert, got none"),
+        "below_a_file": (
+            {"target": full / "notes.txt" / "x"},
+            "in a folder that can be written, got",
+        ),
+        "broken": ({"source": broken}, "broken: a safetensors file cannot be read"),
     }
 
 
 CASES = (
     "target", "function", "no_text", "no_words", "off_interface", "not_a_language_model",
-    "converted", "layer", "window", "query",
+    "converted", "layer", "window", "query", "composite", "short_window", "no_windows", "no_layers",
+    "below_a_file", "broken",
 )  # fmt: skip
 
 
@@ -222,6 +246,20 @@ def test_bad_input_is_named_and_writes_nothing(source, tmp_path, case):
     with pytest.raises(ValueError, match=message):
         convert(**arguments)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_pickles_are_not_loaded(source, tmp_path):
+    bad_inputs(source, tmp_path)
+    with pytest.raises(OSError, match="safetensors"):
+        convert(tmp_path / "pickled", tmp_path / "out", "ssmax", **SMALL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_folder_may_be_named_by_a_link(source, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    convert(source, tmp_path / "link", "ssmax", **SMALL)
+    assert (tmp_path / "real" / "config.json").exists() and (tmp_path / "link").is_symlink()
 
 
 def test_command_line_prints_one_line_and_its_errors_too(source, tmp_path, capsys):

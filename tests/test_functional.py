@@ -60,6 +60,7 @@ BAD = {
         {"alibi_slopes": torch.randn(3)},
         r"alibi_slopes must be \[4\] or \[2, 4\], got \[3\]",
     ),
+    "slopes_kind": ({"alibi_slopes": [1.0, 2.0]}, "alibi_slopes must be a tensor, got list"),
     "softcap": ({"softcap": 0.0}, "softcap must be positive and finite, or None, got 0.0"),
     "scaling": ({"scaling": float("nan")}, "scaling must be finite, got nan"),
     "dropout": ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
@@ -130,6 +131,30 @@ def test_log_sum_exp_is_of_the_logits():
     torch.testing.assert_close(output, functional.ssmax_attention(**tensors, multiplier=1.5))
     with pytest.raises(ValueError, match="return_log_sum_exp"):
         functional.ssmax_attention(**tensors, return_log_sum_exp=True, backend="reference")
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("function", VERBS)
+def test_no_batch_and_no_queries_give_nothing(function, backend):
+    q, k, v = good().values()
+    window = torch.zeros(B, M, 2, dtype=torch.int32)
+    none = VERBS[function](q[:0], k[:0], v[:0], visible=window[:0], softcap=9.0, backend=backend)
+    assert none.shape == (0, H, M, V)
+    none = VERBS[function](q[:, :, :0], k, v, softcap=9.0, backend=backend)
+    assert none.shape == (B, H, 0, V)
+
+
+@pytest.mark.parametrize("multiplier", [0.0, -1.0])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_minus_infinity_hides_whatever_the_multiplier(backend, multiplier):
+    q = torch.ones(1, 1, 2, 4, requires_grad=True)
+    bias = torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf]])
+    output = functional.ssmax_attention(
+        q, q.detach(), q.detach(), logit_bias=bias, multiplier=multiplier, backend=backend
+    )
+    output.sum().backward()
+    assert torch.equal(output, torch.tensor([[[[1.0] * 4, [0.0] * 4]]]))
+    assert q.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("function", VERBS)

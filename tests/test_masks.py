@@ -135,6 +135,28 @@ def test_cumulative_lengths_give_the_blocks_of_a_packed_batch(lengths, extra, wi
     assert torch.equal(mask[0, 0], expected)
 
 
+@given(
+    first=st.integers(0, 2**31),
+    form=st.sampled_from(["intervals", "bool", "float"]),
+)
+def test_narrowing_is_the_intersection(first, form):
+    generator = torch.Generator().manual_seed(first)
+    M, N = 4, 7
+    a, b = (
+        torch.randint(0, N + 1, (2, 1, M, 2), generator=generator).sort(-1).values.int()
+        for _ in range(2)
+    )
+    expected = dense(a, N) & dense(b, N)
+    mask = {
+        "intervals": a,
+        "bool": dense(a, N),
+        "float": torch.zeros(2, 1, M, N).masked_fill(~dense(a, N), torch.finfo().min),
+    }[form]
+    visible, *_ = masks.visible_keys(masks.narrow(mask, b, N), M, N, False, torch.device("cpu"))
+    assert torch.equal(dense(visible, N) if form == "intervals" else visible, expected)
+    assert masks.narrow(None, b, N) is b
+
+
 def test_compiled_masks_with_holes_are_an_error_and_not_a_wrong_answer():
     compiled = torch.compile(
         lambda padding: masks.interval_mask(1, 4, 4, attention_mask=padding), backend="aot_eager"

@@ -3,7 +3,7 @@
 import pytest
 import tiny_models
 import torch
-from transformers import StaticCache
+from transformers import OPTConfig, OPTForCausalLM, StaticCache
 
 import hf_sigmoid
 from hf_sigmoid import functional, masks, reference, registration
@@ -94,9 +94,7 @@ def test_padding_does_not_change_whispers_real_tokens(function):
 
 
 @every_function
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma3"]
-)  # gpt2 never hands its positions to the mask
+@every_decoder
 def test_packed_documents_equal_separate_ones(family, function):
     model, ids = tiny_models.converted(family, function), tiny_models.tokens(1, 20)
     lengths = (9, 4, 7)
@@ -107,10 +105,21 @@ def test_packed_documents_equal_separate_ones(family, function):
 
 
 @every_function
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_packed_by_cumulative_lengths_equals_separate(family, function):
-    """What a flattening collator hands over; gpt2 never passes positions to the mask."""
-    model, ids = tiny_models.converted(family, function), tiny_models.tokens(1, 20)
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_packed_by_cumulative_lengths_equals_separate(family, use_cache, function):
+    """What a flattening collator hands over: right also where the mask does not know of documents.
+
+    opt never gives its positions to the mask, and nobody looks at them when there is a cache.
+    """
+    if family == "opt":
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "vocab_size": 99}
+        config = OPTConfig(**sizes, num_attention_heads=4, word_embed_proj_dim=32)
+        model = OPTForCausalLM._from_config(config, attn_implementation=function).eval()
+    else:
+        model = tiny_models.converted(family, function)
+    ids = tiny_models.tokens(1, 20)
     lengths = (9, 4, 7)
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = tiny_models.output(
@@ -121,7 +130,7 @@ def test_packed_by_cumulative_lengths_equals_separate(family, function):
         cu_seq_lens_k=ends,
         max_length_q=9,
         max_length_k=9,
-        use_cache=False,
+        use_cache=use_cache,
     )
     alone = [tiny_models.output(model, input_ids=part) for part in ids.split(lengths, 1)]
     torch.testing.assert_close(packed, torch.cat(alone, 1), **TOLERANCE)
@@ -318,6 +327,36 @@ def test_layers_that_stay_softmax_are_softmax():
         with torch.no_grad():
             hidden.append(each(input_ids=ids, output_hidden_states=True).hidden_states)
     assert torch.equal(hidden[0][1], hidden[1][1]) and not torch.equal(hidden[0][2], hidden[1][2])
+
+
+@every_function
+@pytest.mark.parametrize("name", ["BigBirdPegasus", "PegasusX", "Bart"])
+def test_decoders_that_call_themselves_not_causal_see_no_future(function, name):
+    """Their modules' `is_causal` is False: transformers runs the first two in eager mode."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 99, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48, "max_position_embeddings": 64, "attention_type": "original_full",
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    cls = getattr(transformers, f"{name}ForConditionalGeneration")
+    results = {}
+    for implementation in ("eager", function):
+        torch.manual_seed(0)
+        model = cls._from_config(config, attn_implementation=implementation).eval()
+        ids = tiny_models.tokens()
+        changed = ids.clone()
+        changed[:, -1] = 50
+        pair = [
+            tiny_models.output(model, input_ids=ids, decoder_input_ids=each)
+            for each in (ids, changed)
+        ]
+        assert torch.equal(pair[0][:, :-1], pair[1][:, :-1]), implementation
+        results[implementation] = pair[0]
+    if function == "ssmax":
+        torch.testing.assert_close(results["ssmax"], results["eager"], **TOLERANCE)
 
 
 @every_function

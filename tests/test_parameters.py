@@ -19,6 +19,10 @@ from transformers import (
     Llama4TextConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 import hf_sigmoid
@@ -165,6 +169,10 @@ def test_configure_sets_what_the_papers_ask_for():
         ),
         ({"function": "sigmoid", "layers": [2]}, "layers must be indices from 0 to 1, got 2"),
         ({"function": "softmax", "learn": True}, "softmax takes no offset"),
+        ({"function": "sigmoid", "slope": "paper"}, "slope='paper' is SSMax's, got it for sigmoid"),
+        ({"function": "ssmax", "offset": torch.ones(4, 1)}, "offset must be a float or 4 floats"),
+        ({"function": "ssmax", "layers": [0.5]}, "layers must be indices from 0 to 1, got 0.5"),
+        ({"function": "ssmax", "layers": "01"}, "layers must be indices from 0 to 1, got '0'"),
     ],
 )
 def test_bad_values_are_named_and_change_nothing(target, arguments, message):
@@ -173,6 +181,19 @@ def test_bad_values_are_named_and_change_nothing(target, arguments, message):
         hf_sigmoid.configure(thing, **arguments)
     config = thing.config if target == "model" else thing
     assert not getattr(config, "hf_sigmoid", None) and config._attn_implementation in (None, "sdpa")
+
+
+def test_numbers_for_each_head_need_one_number_of_heads():
+    sizes = {"encoder_attention_heads": 4, "decoder_attention_heads": 2, "d_model": 32}
+    config = WhisperConfig(
+        **sizes, encoder_layers=1, decoder_layers=1, vocab_size=99, pad_token_id=0
+    )
+    model = WhisperForConditionalGeneration(config)
+    with pytest.raises(ValueError, match="offset must be a float or 2 or 4 floats"):
+        hf_sigmoid.configure(model, "sigmoid", offset=[1.0] * 4)
+    assert not list(parameters.holders(model)) and not hasattr(config, "hf_sigmoid")
+    with pytest.raises(ValueError, match=r"needs config.max_position_embeddings .* got None"):
+        hf_sigmoid.configure(config, "ssmax", slope="paper")
 
 
 def test_an_unknown_parameter_name_is_an_error():
@@ -196,6 +217,11 @@ def test_a_model_off_the_interface_is_refused_by_name(config, function):
     if config is BloomConfig:
         with pytest.raises(ValueError, match="does not go through"):
             hf_sigmoid.configure(AutoModelForCausalLM.from_config(config(**sizes)), function)
+
+
+def test_a_model_that_adds_to_an_additive_mask_is_refused():
+    with pytest.raises(ValueError, match="deepseek_v4 adds its own block bias"):
+        configuration.refuse_own_masks(AutoConfig.for_model("deepseek_v4"), "ssmax")
 
 
 def test_ssmax_does_not_scale_twice():
@@ -266,6 +292,77 @@ def test_another_function_than_the_checkpoints_warns(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_configure_reaches_every_copy_of_a_config(tmp_path):
+    """The stacks of T5 hold copies of the config."""
+    config = T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    model = T5ForConditionalGeneration(config).eval()
+    hf_sigmoid.configure(model, "sigmoid", offset=-5.0, slope=0.0, learn=True, layers=[1])
+    offsets = {n: p for n, p in model.named_parameters() if n.endswith("log_length.offset")}
+    assert len(offsets) == 3 and all((p == -5.0).all() for p in offsets.values())
+    functions = [module.log_length.function for _, module in parameters.holders(model)]
+    assert sorted(functions) == ["sigmoid"] * 3 + ["softmax"] * 3
+    model.save_pretrained(tmp_path)
+    loaded = T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
+    ids = {"input_ids": tiny_models.tokens(), "decoder_input_ids": tiny_models.tokens()}
+    assert torch.equal(tiny_models.output(model, **ids), tiny_models.output(loaded, **ids))
+    hf_sigmoid.configure(model, "softmax")
+    assert not any(getattr(part.config, "hf_sigmoid", None) for part in (model, model.encoder))
+
+
+@pytest.mark.parametrize("back", ["sdpa", "ssmax"])
+def test_trying_a_function_by_name_leaves_no_trace(tmp_path, back):
+    model = tiny_models.build("llama")
+    model.set_attn_implementation("sigmoid")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.set_attn_implementation(back)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert loaded.config._attn_implementation == back
+    ids = tiny_models.tokens()
+    assert torch.equal(
+        tiny_models.output(model, input_ids=ids), tiny_models.output(loaded, input_ids=ids)
+    )
+
+
+def test_what_was_learnt_is_not_dropped_with_the_name():
+    model = tiny_models.build("llama", attn_implementation="ssmax")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.log_length.slope.add_(0.1)
+    with pytest.warns(UserWarning, match="is about to run 'sdpa'"):
+        model.set_attn_implementation("sdpa")
+    assert len(list(parameters.holders(model))) == 2
+
+
+def test_holders_are_float32_in_a_model_made_in_bfloat16():
+    config = tiny_models.config("llama")
+    hf_sigmoid.configure(config, "sigmoid", offset=-math.log(4096), slope=0.0, learn=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    offset = model.model.layers[0].self_attn.log_length.offset
+    torch.testing.assert_close(offset.detach(), torch.full((4,), -math.log(4096)))
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("target", ["model", "config"])
+def test_a_composite_model_must_be_configured_by_its_parts(target):
+    thing = llava_config()
+    if target == "model":
+        thing = LlavaForConditionalGeneration._from_config(thing)
+    with pytest.raises(ValueError, match=r"configure one of them \(vision_config, text_config\)"):
+        hf_sigmoid.configure(thing, "sigmoid")
+
+
+def test_a_composite_model_is_taken_back_out_whole(tmp_path):
+    model = LlavaForConditionalGeneration._from_config(
+        llava_config(), attn_implementation="sigmoid"
+    )
+    hf_sigmoid.configure(model, "softmax")
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert "hf_sigmoid" not in json.dumps(written)
+    assert "attn_implementation" not in written
 
 
 def llava_config():
