@@ -87,7 +87,8 @@ def publish(folder: Path, write: Callable[[Path], None]) -> None:
     temporary.mkdir(parents=True)
     write(temporary)
     sync_tree(temporary)
-    shutil.rmtree(folder, ignore_errors=True)  # of a longer run that this one replaces
+    # An incomplete checkpoint, or the final model of fewer steps.
+    shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
     _sync(folder.parent)
 

@@ -28,17 +28,15 @@ import run_config
 import torch
 from accelerate.utils import set_seed
 from errors import BadInput
-from loading import data_parallel, load, max_positions
+from loading import data_parallel, load, load_model, max_positions
 from packing import IGNORED, Packer, documents_leak, predicted_tokens, step_batches
 from run_log import RunLog
 from stop_signal import StopSignal
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
 from hf_sigmoid.conversions.embedded import checkpoint as resolve
-
-RECORD = "training.json"  # in the final model's folder: how it was trained
 
 
 def main(argv: list[str] | None = None) -> Path | None:
@@ -65,7 +63,7 @@ class Training:
         self.run = run
         self.folder = Path(run.output_dir)
         self.checkpoints = self.folder / resuming.CHECKPOINTS
-        self.final = self.folder / "final"
+        self.final = self.folder / resuming.FINAL
 
     def start(self, *, dry_run: bool) -> Path | None:
         run = self.run
@@ -82,7 +80,7 @@ class Training:
                 blocks_per_step=self.blocks_per_step,
                 corpus_sha256=self.corpus_sha256,
             )
-        if not dry_run and self._finished_steps() == run.train.steps:
+        if not dry_run and resuming.finished_steps(self.folder) == run.train.steps:
             self._say(f"{self.final} is already there, after {run.train.steps} steps")
             return self.final
 
@@ -114,19 +112,11 @@ class Training:
         )
         return self._train()
 
-    def _finished_steps(self) -> int | None:
-        record = self.final / RECORD
-        return json.loads(record.read_text(encoding="utf-8"))["step"] if record.exists() else None
-
     def _load_model(self, source: str) -> torch.nn.Module:
         run = self.run
         # Weights stay in fp32: precision=bf16 is autocast, and small updates are not rounded away.
-        model = load(
-            AutoModelForCausalLM,
-            str(self.resumed.folder / "model") if self.resumed else source,
-            dtype=torch.float32,
-            **({"attn_implementation": run.attn} if run.attn else {}),
-        )
+        folder = str(self.resumed.folder / "model") if self.resumed else source
+        model = load_model(folder, dtype=torch.float32, attn=run.attn)
         # Where it will run: another device is another attention path.
         model.to(self.accelerator.device)
         if documents_leak(model):
@@ -163,6 +153,7 @@ class Training:
                 self.log.close()
         if not finished:
             return None
+        self._check_finite(run.train.steps)
         if self.accelerator.is_main_process:
             checkpointing.publish(self.final, self._write_final)
         self.accelerator.wait_for_everyone()
@@ -172,7 +163,7 @@ class Training:
     def _write_final(self, folder: Path) -> None:
         checkpointing.save_model(folder, self._bare_model(), self.tokenizer)
         record = {"step": self.run.train.steps, **run_config.flat(self.run)}
-        (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (folder / resuming.RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     def _steps(self, done: int, stop: StopSignal) -> bool:
         """Train from step `done` on; False if a signal ended it early, after saving."""
@@ -234,8 +225,8 @@ class Training:
         ).item()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise FloatingPointError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}; no weight was changed, and "
-                f"the last checkpoint in {self.checkpoints} is good"
+                f"step {step}: loss {loss}, gradient norm {grad_norm}; it changed no weight. "
+                + self._last_checkpoint(step - 1)
             )
         factor = optimization.lr_factor(
             step,
@@ -248,7 +239,25 @@ class Training:
         self.optimizer.zero_grad()
         return {"loss": loss, "lr": run.optim.lr * factor, "grad_norm": grad_norm}, bool(stopping)
 
+    def _check_finite(self, step: int) -> None:
+        """Refuse to write what a step has ruined."""
+        for name, parameter in self._bare_model().named_parameters():
+            if not parameter.isfinite().all():
+                raise FloatingPointError(
+                    f"step {step}: {name} is not finite any more, and nothing was written. "
+                    + self._last_checkpoint(step)
+                )
+
+    def _last_checkpoint(self, done: int) -> str:
+        """Where to go back to, for weights after `done` steps that cannot go on."""
+        last = checkpointing.latest(self.checkpoints)
+        if last is None:
+            return f"There is no checkpoint in {self.checkpoints}"
+        same = ", and holds the very weights that this step began with" if last.step == done else ""
+        return f"The last checkpoint is {last.folder}{same}"
+
     def _save(self, step: int) -> None:
+        self._check_finite(step)
         if self.accelerator.is_main_process:
             self.log.sync()
             checkpointing.save(

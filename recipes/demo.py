@@ -15,7 +15,8 @@ from pathlib import Path
 
 import needle
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from loading import load_model
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from hf_sigmoid import text
@@ -80,7 +81,7 @@ def _run(step: str, *command: str) -> None:
 
 def _perplexity(name: str, path: str) -> float:
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = load_model(path, dtype=torch.float32)
     windows = token_windows(tokenizer, text.held_out(), WINDOW, WINDOWS)
     return perplexity(model, windows, name=name)
 

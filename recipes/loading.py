@@ -1,5 +1,6 @@
 """Getting models, tokenizers and processes ready for a recipe."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from errors import BadInput
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -14,8 +16,40 @@ def load(kind: Any, source: str, **options: Any) -> Any:
     """`kind.from_pretrained`, with its complaints as bad input."""
     try:
         return kind.from_pretrained(source, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise BadInput(f"model {source}: {kind.__name__} cannot load it: {error}") from error
+
+
+def load_model(source: str, *, dtype: torch.dtype, attn: str | None = None) -> Any:
+    """A causal language model with the attention function `attn`, or its own.
+
+    From safetensors only: reading a pickle runs whatever code is in it.
+    """
+    check_weights(source)
+    options = {"attn_implementation": attn} if attn else {}
+    return load(AutoModelForCausalLM, source, dtype=dtype, use_safetensors=True, **options)
+
+
+def check_weights(source: str) -> None:
+    """Refuse a folder without whole safetensors files, without loading them."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return  # a hub id: `load` says what is wrong with it
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = ", ".join(file.name for file in sorted(folder.glob("*.bin")))
+        raise BadInput(
+            f"model {source}: expected weights in .safetensors files, got "
+            + (f"{pickles}: pickles are not loaded" if pickles else "none")
+        )
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise BadInput(
+                f"model {source}: expected whole weights, got a damaged {file.name}: {error}"
+            ) from error
 
 
 def max_positions(source: str) -> int | None:
@@ -31,7 +65,7 @@ def check_attention(source: str, attn: str | None) -> None:
             AutoModelForCausalLM.from_config(
                 config, **({"attn_implementation": attn} if attn else {})
             )
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise BadInput(f"model {source} with attn {attn}: {error}") from error
 
 

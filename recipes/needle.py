@@ -16,22 +16,35 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import errors
 import needle_report
+import output_folder
 import torch
 from errors import BadInput
 from haystack import ANSWER, HEAD, NEEDLE, TAIL, Haystack, Sample
-from loading import check_attention, load, max_positions
+from loading import check_attention, check_weights, load, load_model, max_positions
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
 from hf_sigmoid import text
 from hf_sigmoid.conversions.embedded import checkpoint as resolve
 
 TASK = "single_needle"
+
+# What a line of samples.jsonl must hold to be one of ours.
+FIELDS = {
+    **dict.fromkeys(("model", "attn", "name", "config"), str),
+    "weights": str | None,
+    "length": int,
+    "depth": float,
+    "index": int,
+    "correct": bool,
+    "logprob": float,
+}
+START = b'{"model": "'  # of every line
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -74,8 +87,19 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     for depth in args.depths:
         if not 0 <= depth <= 1:
             raise BadInput(f"--depths: expected 0 to 1, got {depth}")
+    output_folder.check(Path(args.out), "--out")
+    _check_device(args.device)
     args.lengths, args.depths = sorted(set(args.lengths)), sorted(set(args.depths))
     return args
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        raise BadInput(
+            f"--device: expected one that torch can compute on here, got {device!r}: {error}"
+        ) from error
 
 
 def _haystack_text(file: str | None) -> str:
@@ -106,6 +130,7 @@ class _Plan:
         self.name = name
         self.source = resolve(self.path)
         check_attention(self.source, self.attn)
+        check_weights(self.source)
         self.weights = _weights_digest(self.source)
         self.haystack = Haystack(haystack, load(AutoTokenizer, self.source))
         self.cells = [
@@ -136,14 +161,9 @@ class _SamplesFile:
     def __init__(self, file: Path, digest: str, plans: list[_Plan]):
         self.file, self.digest = file, digest
         self.done: dict[tuple, dict[str, Any]] = {}
+        self._stream: BinaryIO | None = None
         weights = {plan.name: plan.weights for plan in plans}
-        complete = 0
-        for line in file.read_bytes().splitlines(keepends=True) if file.exists() else []:
-            try:
-                sample = json.loads(line)
-            except ValueError:
-                break  # what a killed run was writing
-            complete += len(line)
+        for sample in self._read():
             if sample["config"] != digest:
                 raise BadInput(
                     f"--out {file.parent} holds samples of another task, seed, haystack or dtype: "
@@ -155,12 +175,38 @@ class _SamplesFile:
                     "files changed: choose another folder"
                 )
             self.done[_key(sample)] = sample
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._stream = file.open("ab")
-        self._stream.truncate(complete)
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        """The samples of the file; refuses one in which anything else stands."""
+        if self.file.exists() and not self.file.is_file():
+            raise BadInput(f"--out: expected a file or nothing at {self.file}, got a folder")
+        content = self.file.read_bytes() if self.file.exists() else b""
+        # A line is whole once its newline is there. A killed run leaves at most one that is not.
+        *lines, rest = content.split(b"\n")
+        self._complete = len(content) - len(rest)
+        for number, line in enumerate([*lines, rest], 1):
+            whole = number <= len(lines)
+            if not whole and line[: len(START)] == START[: len(line)]:
+                return
+            sample = _parsed(line)
+            if sample is None or not whole:
+                raise BadInput(
+                    f"--out: line {number} of {self.file} is not a sample of this evaluation, "
+                    f"expected a JSON object with {', '.join(FIELDS)}, got {line[:60]!r}: mend the "
+                    "file or choose another folder"
+                )
+            yield sample
+
+    def _open(self) -> BinaryIO:
+        """The file, made for its first new sample, without what a killed run did not finish."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        stream = self.file.open("ab")
+        stream.truncate(self._complete)
+        return stream
 
     def add(self, sample: dict[str, Any]) -> None:
         if _key(sample) not in self.done:
+            self._stream = self._stream or self._open()
             self.done[_key(sample)] = sample
             self._stream.write(json.dumps(sample).encode() + b"\n")
             self._stream.flush()
@@ -175,6 +221,18 @@ class _SamplesFile:
 
 def _key(sample: dict[str, Any]) -> tuple:
     return tuple(sample[name] for name in ("name", "length", "depth", "index"))
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The sample of a line, None if it holds anything else."""
+    try:
+        sample = json.loads(line)
+    except ValueError:
+        return None
+    is_ours = isinstance(sample, dict) and all(
+        name in sample and isinstance(sample[name], kind) for name, kind in FIELDS.items()
+    )
+    return sample if is_ours else None
 
 
 def _weights_digest(source: str) -> str | None:
@@ -197,12 +255,7 @@ def _evaluate(plan: _Plan, samples: _SamplesFile, args: argparse.Namespace, bar:
     if not missing:
         return
     bar.set_description(plan.name[-30:])
-    model = load(
-        AutoModelForCausalLM,
-        plan.source,
-        dtype=getattr(torch, args.dtype),
-        **({"attn_implementation": plan.attn} if plan.attn else {}),
-    )
+    model = load_model(plan.source, dtype=getattr(torch, args.dtype), attn=plan.attn)
     model = model.to(args.device).eval()
     for cells in _batches(plan.cells, args.batch_size):
         # A batch is repeated whole: its size can move the last bits.

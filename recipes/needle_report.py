@@ -52,12 +52,13 @@ def _pooled(samples: list[dict[str, Any]]) -> dict[str, Any]:
 def table(summary: dict[str, Any]) -> str:
     """A line for each model and length, depths pooled."""
     rows = [("model", "attn", "length", "correct", "95 % interval", "log-prob")]
-    for model in summary["models"]:
+    names = short_names(summary["models"])
+    for name, model in zip(names, summary["models"], strict=True):
         for cell in model["lengths"]:
             low, high = cell["interval_95"]
             rows.append(
                 (
-                    short_name(model),
+                    name,
                     model["attn"],
                     str(cell["length"]),
                     f"{cell['correct']}/{cell['n']}",
@@ -75,10 +76,21 @@ def table(summary: dict[str, Any]) -> str:
     )
 
 
-def short_name(model: dict[str, Any]) -> str:
-    """The end of a model's path that tells it from others: `run/final` rather than `final`."""
-    parts = Path(model["model"]).parts
-    return "/".join(parts[-2:] if parts[-1] == "final" else parts[-1:])
+def short_names(models: list[dict[str, Any]]) -> list[str]:
+    """The end of each model's path that tells it from the others: `run/final`, never `final`."""
+    paths = [_parts(model["model"]) for model in models]
+    names = []
+    for path in paths:
+        count = 2 if path[-1] == "final" else 1
+        while any(other != path and other[-count:] == path[-count:] for other in paths):
+            count += 1
+        names.append(str(Path(*path[-count:])))
+    return names
+
+
+def _parts(model: str) -> tuple[str, ...]:
+    """A folder's absolute path, since `.` has no name; a hub id as it is."""
+    return Path(os.path.abspath(model) if Path(model).is_dir() else model).parts
 
 
 def write(folder: Path, summary: dict[str, Any]) -> None:
@@ -109,7 +121,7 @@ def draw(summary: dict[str, Any], file: Path) -> None:
     figure = Figure((max(6.0, width), 1.7 + 0.6 * len(depths)), dpi=150, layout="constrained")
     figure.get_layout_engine().set(wspace=0.05)
     panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
-    for panel, model in zip(panels, models, strict=True):
+    for panel, model, name in zip(panels, models, short_names(models), strict=True):
         cells = {(cell["length"], cell["depth"]): cell for cell in model["cells"]}
         grid = [[cells[length, depth]["accuracy"] for length in lengths] for depth in depths]
         image = panel.imshow(grid, vmin=0, vmax=1, cmap=COLOURS, aspect="auto")
@@ -128,7 +140,7 @@ def draw(summary: dict[str, Any], file: Path) -> None:
                 )
         panel.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         panel.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        panel.set_title(f"{short_name(model)}\n{model['attn']}", fontsize=10)
+        panel.set_title(f"{name}\n{model['attn']}", fontsize=10)
         panel.tick_params(length=0)
         # White lines between the cells, so that equal neighbours stay two cells.
         panel.set_xticks([i - 0.5 for i in range(1, len(lengths))], minor=True)

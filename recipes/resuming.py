@@ -1,13 +1,16 @@
 """Whether a folder holds an earlier part of this very run."""
 
+import json
 from pathlib import Path
 
 import checkpointing
+import output_folder
 import run_config
 from errors import BadInput
 from run_config import Run
 
-CHECKPOINTS, CONFIG = "checkpoints", "config.yaml"
+CHECKPOINTS, FINAL, CONFIG = "checkpoints", "final", "config.yaml"
+RECORD = "training.json"  # in the final model's folder: how it was trained
 
 # What may differ between a run and its resumption. With other steps the cosine is another one.
 MAY_CHANGE = {"output_dir", "resume", "checkpoint.every", "checkpoint.keep", "train.steps"}
@@ -15,8 +18,7 @@ MAY_CHANGE = {"output_dir", "resume", "checkpoint.every", "checkpoint.keep", "tr
 
 def find(folder: Path, run: Run) -> checkpointing.Checkpoint | None:
     """The checkpoint in `folder` to go on from; refuses a folder that is not this run's."""
-    if folder.exists() and not folder.is_dir():
-        raise BadInput(f"output_dir {folder} is a file, expected a folder")
+    output_folder.check(folder, "output_dir")
     # A run killed at its very start leaves no more than an unfinished file.
     present = [p for p in folder.iterdir() if p.suffix != ".tmp"] if folder.exists() else []
     if not present:
@@ -35,7 +37,35 @@ def find(folder: Path, run: Run) -> checkpointing.Checkpoint | None:
                 f"output_dir {folder} holds a run with {key}={saved[key]}, not {value}: "
                 "resume it with its own values or choose another output_dir"
             )
-    return checkpointing.latest(folder / CHECKPOINTS)
+    checkpoint = checkpointing.latest(folder / CHECKPOINTS)
+    finished, asked = finished_steps(folder), run.train.steps
+    if finished is None or finished == asked:
+        return checkpoint
+    # A run that goes on replaces the finished model, one that starts again would lose it.
+    if checkpoint is None:
+        raise BadInput(
+            f"output_dir {folder} holds the final model of {finished} steps and no checkpoint to "
+            f"go on from: expected train.steps={finished} or another output_dir, got {asked} steps"
+        )
+    if asked < finished:
+        raise BadInput(
+            f"train.steps: expected at least the {finished} steps of {folder / FINAL}, got {asked}"
+        )
+    return checkpoint
+
+
+def finished_steps(folder: Path) -> int | None:
+    """The steps of the final model in `folder`, None if there is none."""
+    final = folder / FINAL
+    if not final.exists():
+        return None
+    try:
+        return int(json.loads((final / RECORD).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise BadInput(
+            f"{final}: expected the final model of a run with its {RECORD}, got one without: "
+            "choose another output_dir"
+        ) from None
 
 
 def check(

@@ -5,6 +5,7 @@ is an error, so a misspelt key cannot be ignored.
 """
 
 import difflib
+import math
 import os
 import types
 import typing
@@ -81,6 +82,7 @@ _LEAST = {  # inclusive
     "checkpoint.keep": 1,
     "seed": 0,
 }
+_BELOW = {"optim.beta1": 1, "optim.beta2": 1}
 
 
 def load(file: str | os.PathLike | None, overrides: list[str]) -> Run:
@@ -176,7 +178,7 @@ def _checked(key: str, value: Any, kind: Any) -> Any:
         # YAML 1.1 reads 1e-4, without a point, as text.
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             pass
     if int in allowed and isinstance(value, float) and value.is_integer():
         return int(value)
@@ -204,6 +206,12 @@ def _check(run: Run) -> None:
         # Written so that nan fails too.
         if values[key] is not None and not values[key] >= least:
             raise BadInput(f"{key}: expected at least {least}, got {values[key]}")
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadInput(f"{key}: expected a finite number, got {value}")
+    for key, bound in _BELOW.items():
+        if values[key] >= bound:
+            raise BadInput(f"{key}: expected a number below {bound}, got {values[key]}")
     if run.warmup_steps > run.train.steps:
         raise BadInput(
             f"optim.warmup_steps: expected at most train.steps = {run.train.steps}, "

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -22,7 +28,9 @@ sys.path.insert(0, str(RECIPES))
 import binomial  # noqa: E402
 import checkpointing  # noqa: E402
 import continue_pretrain  # noqa: E402
+import loading  # noqa: E402
 import needle  # noqa: E402
+import needle_report  # noqa: E402
 import optimization  # noqa: E402
 import packing  # noqa: E402
 import run_config  # noqa: E402
@@ -58,6 +66,27 @@ def tiny(tmp_path_factory) -> str:
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def damaged(tiny, tmp_path) -> Path:
+    """The tiny model with its weights cut short."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return folder
+
+
+@pytest.fixture
+def pickled(tiny, tmp_path) -> Path:
+    """The tiny model with its weights as a pickle."""
+    folder = tmp_path / "pickled"
+    shutil.copytree(tiny, folder)
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +145,12 @@ def test_a_dumped_run_loads_as_itself(tmp_path):
         ("train.steps=0", "at least 1, got 0"),
         ("optim.lr=fast", "expected float, got 'fast'"),
         ("optim.lr=.nan", "at least 0, got nan"),
+        ("optim.lr=.inf", "optim.lr: expected a finite number, got inf"),
+        ("optim.clip=1e999", "optim.clip: expected a finite number, got inf"),
+        (f"optim.eps={10**400}", "optim.eps: expected float"),
+        ("optim.beta1=1.5", "optim.beta1: expected a number below 1, got 1.5"),
+        ("optim.beta2=1", "optim.beta2: expected a number below 1, got 1.0"),
+        ("optim.beta2=-0.1", "at least 0, got -0.1"),
         ("train.gradient_checkpointing=2", "expected bool, got 2"),
         ("data.path=[1, 2]", "data.path: expected"),
         ("resume=maybe", "one of auto, none, got 'maybe'"),
@@ -131,7 +166,7 @@ def test_a_wrong_key_or_value_is_named(override, words):
     assert words in str(error.value)
 
 
-def test_bad_input_changes_nothing_on_disk(tiny, corpus_file, tmp_path):
+def test_bad_input_changes_nothing_on_disk(tiny, corpus_file, damaged, pickled, tmp_path):
     empty, short, other = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "other"
     empty.write_text(" \n")
     short.write_text("Emma")
@@ -147,6 +182,10 @@ def test_bad_input_changes_nothing_on_disk(tiny, corpus_file, tmp_path):
         ({"model": tmp_path / "absent"}, "absent"),
         ({"attn": "sigmoyd"}, "sigmoyd"),
         ({"output_dir": empty}, "is a file, expected a folder"),
+        ({"attn": "flash_attention_2"}, "cannot load it: FlashAttention2"),
+        ({"model": damaged}, "expected whole weights, got a damaged model.safetensors"),
+        ({"model": pickled}, "pytorch_model.bin: pickles are not loaded"),
+        ({"output_dir": empty / "deep" / "out"}, "empty.txt is a file, expected a folder"),
         ({"output_dir": other}, "holds no run of this recipe"),
         ({"output_dir": other, "resume": "none"}, "is not empty"),
     ]:
@@ -382,6 +421,65 @@ def test_only_what_a_run_was_is_resumed(tiny, corpus_file, uninterrupted, capsys
     assert (uninterrupted / "log.jsonl").read_text() == log
 
 
+def test_a_finished_model_is_replaced_only_by_its_continuation(tiny, corpus_file, tmp_path):
+    def run(steps, **keys):
+        keys = {"train.steps": steps, "checkpoint.every": 0, "optim.warmup_steps": 0} | keys
+        return continue_pretrain.main(arguments(tiny, corpus_file, tmp_path / "out", **keys))
+
+    def files():
+        found = [p for p in sorted((tmp_path / "out").rglob("*")) if p.is_file()]
+        return {p: p.read_bytes() for p in found}
+
+    final = run(2)
+    before = files()
+    for steps in (1, 3):
+        with pytest.raises(BadInput, match=r"2 steps and no checkpoint .* expected train\.steps=2"):
+            run(steps)
+    assert files() == before
+    assert run(2) == final and files() == before
+
+    # With a checkpoint before the end, a shorter run would still lose the last step.
+    shutil.rmtree(tmp_path / "out")
+    run(3, **{"checkpoint.every": 2})
+    before = files()
+    with pytest.raises(BadInput, match=r"at least the 3 steps of .*final, got 2"):
+        run(2)
+    assert files() == before
+    run(4)
+    assert json.loads((final / "training.json").read_text())["step"] == 4
+    assert len(losses(tmp_path / "out")) == 4
+
+    (final / "training.json").unlink()
+    before = files()
+    with pytest.raises(BadInput, match=r"expected .* with its training\.json"):
+        run(5)
+    assert files() == before
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_run_that_diverges_says_where_to_go_back_to(tiny, corpus_file, tmp_path, every):
+    keys = {"optim.lr": 1e30, "optim.warmup_steps": 0, "checkpoint.every": every}
+    with pytest.raises(FloatingPointError, match=r"step 2: loss .* it changed no weight") as error:
+        continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **keys))
+    if every:
+        says = (
+            f"The last checkpoint is {tmp_path / 'checkpoints/step_00000001'}, and holds the very"
+        )
+    else:
+        says = f"There is no checkpoint in {tmp_path / 'checkpoints'}"
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_weights_that_are_not_finite_are_never_written(tiny, corpus_file, tmp_path, every):
+    # One step that overflows float32, after a loss that is still finite.
+    keys = {"optim.lr": 3e37, "optim.weight_decay": 1e3, "optim.min_lr_ratio": 1}
+    keys |= {"optim.warmup_steps": 0, "train.steps": 1, "checkpoint.every": every}
+    with pytest.raises(FloatingPointError, match=r"step 1: .*weight is not finite any more"):
+        continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **keys))
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_the_loss_does_not_depend_on_how_a_batch_is_divided(tiny, corpus_file, tmp_path):
     """Documents are ragged, so a mean of means would differ in the second digit."""
     # Dropout draws by shape; without it the division is all that differs.
@@ -521,6 +619,66 @@ def test_a_stopped_evaluation_goes_on_where_it_was(tiny, tmp_path, capsys):
     assert (tmp_path / "b" / "samples.jsonl").read_text() == "".join(lines)
 
 
+@pytest.fixture(scope="module")
+def evaluated(tiny, tmp_path_factory) -> tuple[list[str], list[str]]:
+    """The arguments of an evaluation, but for its folder, and the lines of its samples."""
+    out = tmp_path_factory.mktemp("evaluated")
+    argv = needle_arguments(out, tiny, lengths="250", depths="0", samples="3")
+    needle.main(argv)
+    return argv[:-1], (out / "samples.jsonl").read_text().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "number"),
+    [
+        (["my notes\n", 0, 1], 1),
+        ([0, 1, "my notes"], 3),
+        ([0, "{broken\n", 1, 2], 2),
+        ([0, "\n", 1], 2),
+        (['{"score": 1}\n'], 1),
+        (["[1, 2]\n"], 1),
+        ([0, '{"score": 1}'], 2),
+    ],
+    ids=["first", "last", "middle", "blank", "another object", "no object", "unended object"],
+)
+def test_a_samples_file_that_is_not_ours_is_left_alone(evaluated, tmp_path, content, number):
+    argv, lines = evaluated
+    content = "".join(lines[each] if isinstance(each, int) else each for each in content)
+    (tmp_path / "samples.jsonl").write_text(content)
+    with pytest.raises(BadInput, match=f"line {number} of .* is not a sample .*logprob"):
+        needle.main([*argv, str(tmp_path)])
+    assert (tmp_path / "samples.jsonl").read_text() == content
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("lost", [1, 2, 200], ids=["newline", "brace", "much"])
+def test_a_last_line_without_its_newline_is_taken_again(evaluated, tmp_path, lost):
+    argv, lines = evaluated
+    (tmp_path / "samples.jsonl").write_text("".join(lines[:2])[:-lost])
+    needle.main([*argv, str(tmp_path)])
+    assert (tmp_path / "samples.jsonl").read_text() == "".join(lines)
+
+
+def test_models_are_named_by_as_much_of_their_paths_as_it_takes(tmp_path, monkeypatch):
+    def names(*models):
+        return needle_report.short_names([{"model": str(model)} for model in models])
+
+    (tmp_path / "x" / "m").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "x")
+    assert names("w/x/m", "w/y/m", "smollm2") == ["x/m", "y/m", "smollm2"]
+    assert names("a/x/k", "b/x/k", "k") == ["a/x/k", "b/x/k", "k"]
+    assert names("a/final", "b/a/final", "b/final") == ["a/final", "b/a/final", "b/final"]
+    assert names("m", "m", tmp_path / "x" / "m") == ["m", "m", "m"]  # one model, asked thrice
+    assert names(".", "..") == ["x", tmp_path.name]
+
+
+def test_the_current_folder_is_a_model_like_any_other(tiny, evaluated, tmp_path, monkeypatch):
+    monkeypatch.chdir(tiny)
+    argv = needle_arguments(tmp_path, ".", lengths="250", depths="0", samples="1")
+    summary = needle.main(argv)
+    assert needle_report.table(summary).splitlines()[1].split()[0] == Path(tiny).name
+
+
 def test_samples_of_a_model_that_has_changed_are_not_kept(tiny, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny)
     AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "model")
@@ -533,7 +691,7 @@ def test_samples_of_a_model_that_has_changed_are_not_kept(tiny, tmp_path):
         needle.main(argv)
 
 
-def test_bad_needle_input_writes_nothing(tiny, tmp_path):
+def test_bad_needle_input_writes_nothing(tiny, damaged, pickled, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     for options, words in [
         ({"lengths": f"250 {POSITIONS}"}, "--allow-extrapolation"),
@@ -541,13 +699,46 @@ def test_bad_needle_input_writes_nothing(tiny, tmp_path):
         ({"samples": "0"}, "at least 1, got 0"),
         ({"haystack": str(tmp_path / "absent.txt")}, "absent.txt"),
         ({"haystack": str(tmp_path / "empty.txt")}, "is empty"),
+        ({"device": "foo"}, "--device: expected one that torch can compute on here, got 'foo'"),
+        ({"device": "meta"}, "got 'meta'"),
     ]:
         with pytest.raises(BadInput) as error:
             needle.main(needle_arguments(tmp_path / "out", tiny, **options))
         assert words in str(error.value)
     with pytest.raises(BadInput, match="sigmoyd"):
         needle.main(needle_arguments(tmp_path / "out", f"{tiny}@sigmoyd"))
+    for model, words in [
+        (f"{tiny}@flash_attention_2", "with attn flash_attention_2: FlashAttention2"),
+        (str(damaged), "expected whole weights, got a damaged model.safetensors"),
+        (str(pickled), "pytorch_model.bin: pickles are not loaded"),
+    ]:
+        with pytest.raises(BadInput, match=words):
+            needle.main(needle_arguments(tmp_path / "out", tiny, model))
+    for out in ("empty.txt", "empty.txt/deep/out"):
+        with pytest.raises(BadInput, match=r"--out .*empty\.txt is a file, expected a folder"):
+            needle.main(needle_arguments(tmp_path / out, tiny))
+    assert (tmp_path / "empty.txt").read_text() == "\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_an_evaluation_that_fails_before_its_first_sample_leaves_nothing(
+    tiny, tmp_path, monkeypatch
+):
+    def refuse(*_, **__):
+        raise BadInput("no model")
+
+    monkeypatch.setattr(needle, "load_model", refuse)
+    with pytest.raises(BadInput, match="no model"):
+        needle.main(needle_arguments(tmp_path / "out", tiny))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["here", "by transformers"])
+def test_a_pickle_is_never_loaded(pickled, monkeypatch, checked):
+    if not checked:
+        monkeypatch.setattr(loading, "check_weights", lambda source: None)
+    with pytest.raises(BadInput, match="safetensors"):
+        loading.load_model(str(pickled), dtype=torch.float32)
 
 
 def test_extrapolation_is_allowed_when_asked_for(tiny, tmp_path):
