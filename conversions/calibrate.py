@@ -40,8 +40,7 @@ class Fit:
 def calibrate(
     model: PreTrainedModel, batches: Iterable[Tensor], *, query: bool = False, progress: bool = True
 ) -> dict[str, Fit]:
-    """Fit b_m = offset_h + slope_h log n_m (+ query_h·q_m) to −log-sum-exp of a softmax model's
-    rows.
+    """Fit b_m = offset_h + slope_h log n_m (+ query_h·q_m) to −log-sum-exp of a model's rows.
 
     Args:
         model: a model that runs softmax; it is left as it was found.

@@ -9,13 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def token_windows(tokenizer: PreTrainedTokenizerBase, text: str, length: int, count: int) -> Tensor:
-    """`count` windows of `length` tokens, `[count, length]`, spread evenly over the text and not
-    overlapping.
+    """`count` windows of `length` tokens, `[count, length]`, spread evenly over the text.
+
+    They do not overlap; a text that has fewer windows gives those that it has.
 
     Raises:
-        ValueError: the text has fewer than `length` tokens. A text with fewer than `count` windows
-        gives those
-            that it has.
+        ValueError: the text has fewer than `length` tokens.
     """
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     available = len(ids) // length

@@ -45,21 +45,23 @@ def convert(
     Args:
         source: checkpoint folder, hub id, or "smollm2" for the embedded one.
         target: folder to write; must not exist or be empty. Written under another name, then
-        renamed. function: "ssmax" or "sigmoid".
+            renamed.
+        function: "ssmax" or "sigmoid".
         calibration: text file that sigmoid's row numbers are fitted on; None takes the built-in
-        text. evaluation: text file for the perplexities; None takes the built-in text's held-out
-        chapters. query: sigmoid only: also fit w, the part of the row number that is linear in the
-        query. layers: indices of the layers to convert; None converts all.
+            text.
+        evaluation: text file for the perplexities; None takes the built-in text's held-out
+            chapters.
+        query: sigmoid only: also fit w, the part of the row number that is linear in the query.
+        layers: indices of the layers to convert; None converts all.
         window, windows: length in tokens and number of the windows of both texts.
 
     Returns:
-        The report, also written as `conversion.json`: perplexity before and after, and the fit's
-        residuals.
+        The report, also written as `conversion.json`: perplexity before and after, and the
+            residuals of the fit.
 
     Raises:
         ValueError: bad arguments, an unsupported or already converted model, or a failed identity
-        check;
-            nothing has been written then.
+            check; nothing has been written then.
     """
     # Resolved, so that a link or "." is replaced by name like any other empty folder.
     target = Path(target).resolve()

@@ -1,5 +1,4 @@
-"""Registration at the right moment: when transformers has loaded `modeling_utils`, and not a second
-earlier.
+"""Registration at the right moment: when transformers has loaded `modeling_utils`, not earlier.
 
 `import transformers` is lazy and takes half a second; its model classes bring torch and Triton and
 take two more. A plugin that imported them to register itself would make every script that mentions

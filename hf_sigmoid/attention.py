@@ -87,8 +87,7 @@ def attention(
         "logit_bias": logit_bias, "dropout": dropout,
     }  # fmt: skip
     log_n = torch.log(count.clamp(min=1))
-    # A holder of the other function (the model runs under another name) says nothing about this
-    # one.
+    # A holder of the other function (the model runs under another name) says nothing about this.
     owned = holder is not None and holder.function == function != "softmax"
     if function == "sigmoid":
         options["bias"] = holder(log_n, query) if owned else -log_n

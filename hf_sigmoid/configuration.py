@@ -58,8 +58,8 @@ def configure(
     """Choose the attention function of a model, row_m = offset_h + slope_h·log n_m (+ w_h·q_m).
 
     Sets `config.hf_sigmoid`; on a model also adds or removes the `log_length` holders and switches
-    the attention implementation. A composite model is configured through its part:
-    `configure(model.model. language_model, …)` or `configure(config.text_config, …)`.
+    the attention implementation. A composite model is configured through its parts:
+    `configure(model.model.language_model, …)` or `configure(config.text_config, …)`.
 
     Args:
         function: "sigmoid", "ssmax", or "softmax" to take everything back out.
@@ -68,14 +68,12 @@ def configure(
             1 / mean of log n over n = 1 … max_position_embeddings, for ssmax from scratch.
         query: also hold w `[H, D]`, starting at 0.
         learn: hold the numbers as trainable float32 parameters; else they are constants of the
-        config.
-            ssmax with neither offset nor slope given is always learnable: that is its default.
+            config. ssmax with neither offset nor slope given is always learnable: its default.
         layers: indices of the layers to convert, the others stay softmax; None converts all.
 
     Raises:
         ValueError: an unknown function, a value of a wrong shape or not finite, a layer that does
-        not
-            exist, a model without transformers' attention interface.
+            not exist, a composite model, a model without transformers' attention interface.
     """
     if function not in (*FUNCTIONS, "softmax"):
         raise ValueError(f"function must be 'sigmoid', 'ssmax' or 'softmax', got {function!r}")

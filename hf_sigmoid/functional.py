@@ -50,8 +50,7 @@ def sigmoid_attention(
         scaling: τ; 1/√D if None.
         bias: b_m, a float or a tensor broadcastable to `[B, H, M]`, differentiable; about −log n.
         visible: int32 `[B, M, 2]` or `[B, 1, M, 2]`, the keys [lo, hi) that each query sees, or
-        bool
-            broadcastable to `[B, H, M, N]`, True where seen. None: every key.
+            bool broadcastable to `[B, H, M, N]`, True where seen. None: every key.
         is_causal: query m also sees no key after m + N − M (lower-right alignment).
         softcap: bound of the logits, before anything is added to them.
         alibi_slopes: `[H]` or `[B, H]`, differentiable.
@@ -96,10 +95,10 @@ def ssmax_attention(
 
     Args:
         multiplier: c_m, a float or a tensor broadcastable to `[B, H, M]`, differentiable; 1 is
-        softmax. sinks: `[H]`, differentiable: exp(sink_h) is one more term of the softmax's
-        denominator. return_log_sum_exp: also return the logarithm of that denominator, float32 `[B,
-        H, M]`, −inf where a
-            query sees nothing; not differentiable, and not from backend "reference".
+            softmax.
+        sinks: `[H]`, differentiable: exp(sink_h) is one more term of the softmax's denominator.
+        return_log_sum_exp: also return the logarithm of that denominator, float32 `[B, H, M]`,
+            −inf where a query sees nothing; not differentiable, not from backend "reference".
 
     The other arguments, the result and the errors are those of `sigmoid_attention`.
     """

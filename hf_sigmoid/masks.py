@@ -102,10 +102,10 @@ def packed_intervals(
     is_causal: bool,
     window: int | None,
 ) -> Tensor:
-    """Row intervals int32 [1, 1, M, 2] of packed sequences, from cumulative lengths; never waits
-    for a GPU.
+    """Row intervals int32 [1, 1, M, 2] of packed sequences, from cumulative lengths.
 
-    Lower-right causal inside each sequence; rows beyond the last sequence see nothing.
+    Lower-right causal inside each sequence; rows beyond the last sequence see nothing. Never waits
+    for a GPU.
     """
     rows = torch.arange(M, device=cu_seq_lens_q.device)
     ends_q, ends_k = cu_seq_lens_q.long(), cu_seq_lens_k.long()

@@ -34,8 +34,7 @@ def sigmoid_attention(
 
     Args:
         upcast: compute in float32 (float64 for float64 inputs); False computes in the inputs'
-        dtype,
-            which is the yardstick for the error that this dtype costs anybody.
+            dtype, which is the yardstick for the error that this dtype costs anybody.
 
     Returns:
         Output `[B, H, M, V]` in query's dtype, weights `[B, H, M, N]` in the computing dtype.

@@ -104,8 +104,8 @@ def _wrap_get_correct(original):
             configuration.refuse_own_masks(self.config, requested_attention)
             if not getattr(self.config, "hf_sigmoid", None):
                 configuration.make_default_section(self.config, requested_attention)
-                if not is_init_check:  # set_attn_implementation on a finished model
-                    _finish(self)
+            if not is_init_check:  # set_attn_implementation on a finished model
+                _finish(self)
         return original(self, requested_attention, is_init_check)
 
     return get_correct_attn_implementation
