@@ -60,7 +60,7 @@ def interval_mask(
     model_type = re.sub("_(text|encoder|decoder)$", "", getattr(config, "model_type", ""))
     if model_type in DENSE:
         return dense(0, q_length)
-    if _sees_all(attention_mask) and mask_function in (
+    if _sees_all(attention_mask, kv_offset + kv_length) and mask_function in (
         causal_mask_function,
         bidirectional_mask_function,
     ):
@@ -163,10 +163,13 @@ def visible_keys(mask: Tensor | None, M: int, N: int, is_causal: bool, device: t
     return shown, False, torch.where(shown, mask, 0.0), shown.sum(-1).float()
 
 
-def _sees_all(attention_mask: Tensor | None) -> bool:
+def _sees_all(attention_mask: Tensor | None, length: int) -> bool:
+    """Does this padding mask hide no key? Keys beyond its end are hidden."""
     if attention_mask is None:
         return True
-    return not torch.compiler.is_compiling() and bool(attention_mask.all())
+    if torch.compiler.is_compiling() or attention_mask.shape[-1] < length:
+        return False
+    return bool(attention_mask.all())
 
 
 def _reduce(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -104,6 +104,15 @@ def test_a_mask_is_never_none():
     assert masks.interval_mask(1, 3, 3, attention_mask=torch.ones(1, 3).bool()) is not None
     everything = masks.interval_mask(2, 2, 7, mask_function=mu.bidirectional_mask_function)
     assert everything.tolist() == [[[[0, 7], [0, 7]]]] * 2
+    # Keys beyond the end of a padding mask are hidden, though nothing in it is.
+    short = masks.interval_mask(
+        1,
+        1,
+        7,
+        mask_function=mu.bidirectional_mask_function,
+        attention_mask=torch.ones(1, 5).bool(),
+    )
+    assert short.tolist() == [[[[0, 5]]]]
     # A static cache's prefill, then one of its steps.
     assert masks.interval_mask(1, 5, 8)[0, 0, :, 1].tolist() == [1, 2, 3, 4, 5]
     assert masks.interval_mask(1, 1, 8, q_offset=torch.tensor(3)).tolist() == [[[[0, 4]]]]
