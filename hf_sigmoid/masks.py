@@ -17,8 +17,8 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-# Booleans of the index mask that are made and reduced together: on a CPU they stay in its cache; a GPU
-# would spend its time launching such small blocks.
+# Booleans of the index mask that are made and reduced together: on a CPU they stay in its cache; a
+# GPU would spend its time launching such small blocks.
 BLOCK_ELEMENTS = {"cpu": 1 << 20, "other": 1 << 28}
 
 # These combine the mask with one of their own, so they need it as transformers makes it.
