@@ -173,9 +173,8 @@ def _check_source(config, function: str, layers: Sequence[int] | None) -> None:
         raise ValueError(
             f"the model must be a causal language model, got model type {config.model_type!r}"
         )
-    configuration.check_model(AutoModelForCausalLM._model_mapping[type(config)], function)
-    configuration.refuse_scaled_twice(config, function)
-    configuration.refuse_own_masks(config, function)
+    cls = AutoModelForCausalLM._model_mapping[type(config)]
+    configuration.check_supported(cls, config, function)
     if layers is not None:
         configuration.check_layers(layers, config)
 

@@ -16,11 +16,11 @@ from transformers.configuration_utils import PreTrainedConfig
 from hf_sigmoid.parameters import (
     FUNCTIONS,
     attach,
+    attention_modules,
     config_heads,
     detach,
     head_count,
     holders,
-    uses_interface,
 )
 
 if TYPE_CHECKING:  # at run time it would register the plugin, which needs this module complete
@@ -103,16 +103,14 @@ def configure(
         slope = _paper_slope(config, function)
     heads = config_heads(config)
     if model is not None:
-        counts = sorted({head_count(module) for module in _attention_modules(model)})
+        counts = sorted({head_count(module) for _, module in attention_modules(model)})
         heads = counts[0] if len(counts) == 1 else " or ".join(map(str, counts))
     section["offset"] = _plain("offset", section["offset"] if offset is None else offset, heads)
     section["slope"] = _plain("slope", section["slope"] if slope is None else slope, heads)
     if layers is not None:
         section["layers"] = check_layers(layers, config)
 
-    if model is not None:
-        check_model(type(model), function)
-    refuse_scaled_twice(config, function)
+    check_supported(None if model is None else type(model), config, function)
     if model is None:
         config.hf_sigmoid = Section(section)
         config._attn_implementation = function
@@ -158,13 +156,17 @@ def check_section(config: PreTrainedConfig) -> None:
         )
 
 
-def check_model(cls: "type[PreTrainedModel]", function: str) -> None:
-    """Raise ValueError if this class would ignore the function and run softmax."""
-    if not cls._can_set_attn_implementation():
+def check_supported(
+    cls: "type[PreTrainedModel] | None", config: PreTrainedConfig, function: str
+) -> None:
+    """Raise ValueError if a model of this class (None: unknown) and config cannot run it."""
+    if cls is not None and not cls._can_set_attn_implementation():
         raise ValueError(
             f"{cls.__name__} does not go through transformers' attention interface: "
             f"attn_implementation={function!r} would be ignored and softmax would run"
         )
+    refuse_scaled_twice(config, function)
+    refuse_own_masks(config, function)
 
 
 def refuse_own_masks(config: PreTrainedConfig, function: str) -> None:
@@ -228,19 +230,6 @@ def _section(function: str) -> dict:
     return {**section, "parameters": list(section["parameters"])}
 
 
-def _attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules that call transformers' attention interface."""
-    from transformers.modeling_utils import PreTrainedModel
-
-    return [
-        module
-        for module in model.modules()
-        if isinstance(getattr(module, "config", None), PreTrainedConfig)
-        and not isinstance(module, PreTrainedModel)
-        and uses_interface(type(module))
-    ]
-
-
 def _configs(config: PreTrainedConfig, model: nn.Module | None) -> list[PreTrainedConfig]:
     """This config and every copy that a part of the model holds (the stacks of T5), each once."""
     from transformers.modeling_utils import PreTrainedModel
@@ -248,7 +237,7 @@ def _configs(config: PreTrainedConfig, model: nn.Module | None) -> list[PreTrain
     found = {id(config): config}
     if model is not None:
         parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-        for part in (*parts, *_attention_modules(model)):
+        for part in (*parts, *(module for _, module in attention_modules(model))):
             found.setdefault(id(part.config), part.config)
     return list(found.values())
 

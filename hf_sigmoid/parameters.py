@@ -76,13 +76,12 @@ class LogLength(nn.Module):
 
 def attach(model: nn.Module) -> None:
     """Give every attention module whose config has the section its holder. Idempotent."""
-    from transformers.modeling_utils import PreTrainedModel
-
-    for name, module in list(model.named_modules()):
-        section = getattr(getattr(module, "config", None), "hf_sigmoid", None)
-        if not section or isinstance(module, PreTrainedModel) or not uses_interface(type(module)):
-            continue
-        if hasattr(module, HOLDER):
+    configs = (getattr(module, "config", None) for module in model.modules())
+    if not any(getattr(config, "hf_sigmoid", None) for config in configs):
+        return  # not ours: every model that is built comes by here
+    for name, module in attention_modules(model):
+        section = getattr(module.config, "hf_sigmoid", None)
+        if not section or hasattr(module, HOLDER):
             continue
         layer = _layer_index(name, module)
         converted = section.get("layers") is None or layer in section["layers"]
@@ -91,6 +90,19 @@ def attach(model: nn.Module) -> None:
         if (parameter := next(module.parameters(), None)) is not None:
             holder = holder.to(parameter.device)  # a holder added to a finished model
         module.add_module(HOLDER, holder)
+
+
+def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and module of everything that calls transformers' attention interface."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "config", None), PreTrainedConfig)
+        and not isinstance(module, PreTrainedModel)
+        and uses_interface(type(module))
+    ]
 
 
 def detach(model: nn.Module) -> None:

@@ -99,12 +99,11 @@ def _wrap_get_correct(original):
     def get_correct_attn_implementation(self, requested_attention, is_init_check=False):
         configuration.forget_default(self, requested_attention)
         if requested_attention in FUNCTIONS:
-            configuration.check_model(type(self), requested_attention)
-            configuration.refuse_scaled_twice(self.config, requested_attention)
-            configuration.refuse_own_masks(self.config, requested_attention)
+            configuration.check_supported(type(self), self.config, requested_attention)
             if not getattr(self.config, "hf_sigmoid", None):
                 configuration.make_default_section(self.config, requested_attention)
             if not is_init_check:  # set_attn_implementation on a finished model
+                parameters.attach(self)
                 _finish(self)
         return original(self, requested_attention, is_init_check)
 
@@ -124,7 +123,6 @@ def _wrap_post_init(original):
 
 def _finish(model: PreTrainedModel) -> None:
     """What a model must know about its holders: they stay float32 and are split with the heads."""
-    parameters.attach(model)
     names = [f"{name}.{HOLDER}" for name, _ in parameters.holders(model)]
     if not names:
         return

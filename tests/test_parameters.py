@@ -222,6 +222,10 @@ def test_a_model_off_the_interface_is_refused_by_name(config, function):
 def test_a_model_that_adds_to_an_additive_mask_is_refused():
     with pytest.raises(ValueError, match="deepseek_v4 adds its own block bias"):
         configuration.refuse_own_masks(AutoConfig.for_model("deepseek_v4"), "ssmax")
+    config = AutoConfig.for_model("deepseek_v4")
+    with pytest.raises(ValueError, match="deepseek_v4 adds its own block bias"):
+        hf_sigmoid.configure(config, "sigmoid")
+    assert not hasattr(config, "hf_sigmoid")
 
 
 def test_ssmax_does_not_scale_twice():
