@@ -1,17 +1,24 @@
 # make demo: the main job on a real model.   make test: every test.   make lint: ruff.
+# make bench: time beside other kernels.     make static: the kernels, compiled for GPUs not here.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 READY := .venv/ready
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint test-versions
+.PHONY: demo test lint bench static test-versions
 
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+bench: $(READY)
+	$(BIN)/python kernels/benchmark.py
+
+static: $(READY)
+	$(BIN)/python kernels/static_report.py --check
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ Letters: B batch, H query heads, G key/value heads, M queries, N keys, D and V h
 
 import importlib.util
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,19 @@ BACKENDS = ("auto", "triton", "torch", "reference")
 # A boolean mask up to this size may be built for scaled_dot_product_attention: it is the faster
 # softmax, and beyond it the blocked path keeps memory O(block·N).
 DENSE_MASK_ELEMENTS = 1 << 22
+
+
+class Statistics(NamedTuple):
+    """What a call's weights were like, by query: `[B, H, M]`, float32, not differentiable.
+
+    max_logit: the largest final logit that the query sees, z + b of sigmoid or c z of ssmax (a
+        sink's not counted); −∞ if it sees no key. QK-clip and its kin watch it.
+    weight_sum: Σ_n p, the row sum of the weights. Of sigmoid it is any number ≥ 0; of ssmax it is
+        1, less a sink's share, and 0 if the query sees no key.
+    """
+
+    max_logit: Tensor
+    weight_sum: Tensor
 
 
 def sigmoid_attention(
@@ -37,7 +51,8 @@ def sigmoid_attention(
     logit_bias: Tensor | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
-) -> Tensor:
+    return_statistics: bool = False,
+) -> Tensor | tuple[Tensor, Statistics]:
     """Sigmoid attention, o_m = Σ_n σ(z_mn + b_m) v_n: no normalisation over the keys.
 
     z_mn = τ q_m·k_n, then softcap·tanh(z / softcap), − slope_h |m + N − M − n|, + logit_bias.
@@ -58,6 +73,7 @@ def sigmoid_attention(
         dropout: probability of dropping a weight, in [0, 1); drawn from torch's generator.
         backend: "auto" takes the fastest that serves these arguments exactly; "triton", "torch"
             (blocked, O(block·N) memory) or "reference" take that one or raise.
+        return_statistics: also return `Statistics`; not from backend "reference".
 
     Returns:
         `[B, H, M, V]` in query's dtype. A query that sees no key gets zeros.
@@ -67,7 +83,7 @@ def sigmoid_attention(
     """
     return _attention(
         "sigmoid", query, key, value, scaling, bias, visible, is_causal, softcap, alibi_slopes,
-        logit_bias, None, dropout, backend,
+        logit_bias, None, dropout, backend, False, return_statistics,
     )  # fmt: skip
 
 
@@ -87,7 +103,8 @@ def ssmax_attention(
     dropout: float = 0.0,
     backend: str = "auto",
     return_log_sum_exp: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_statistics: bool = False,
+) -> Tensor | tuple:
     """Scalable softmax, o_m = Σ_n softmax_n(c_m z_mn) v_n with c_m = s·log n_m + b.
 
     The whole logit is multiplied, soft cap and biases included; a sink's is not.
@@ -99,17 +116,19 @@ def ssmax_attention(
         sinks: `[H]`, differentiable: exp(sink_h) is one more term of the softmax's denominator.
         return_log_sum_exp: also return the logarithm of that denominator, float32 `[B, H, M]`,
             −inf where a query sees nothing; not differentiable, not from backend "reference".
+        return_statistics: also return `Statistics`, last; not from backend "reference".
 
     The other arguments, the result and the errors are those of `sigmoid_attention`.
     """
     return _attention(
         "ssmax", query, key, value, scaling, multiplier, visible, is_causal, softcap, alibi_slopes,
-        logit_bias, sinks, dropout, backend, return_log_sum_exp,
+        logit_bias, sinks, dropout, backend, return_log_sum_exp, return_statistics,
     )  # fmt: skip
 
 
 def _attention(function, query, key, value, scaling, row, visible, is_causal, softcap, alibi_slopes,
-               logit_bias, sinks, dropout, backend, return_log_sum_exp=False):  # fmt: skip
+               logit_bias, sinks, dropout, backend, return_log_sum_exp,
+               return_statistics):  # fmt: skip
     _check(function, query, key, value, scaling, row, visible, softcap, alibi_slopes, logit_bias,
            sinks, dropout, backend)  # fmt: skip
     backend = _choose(function, query, value, dropout, backend)
@@ -118,10 +137,14 @@ def _attention(function, query, key, value, scaling, row, visible, is_causal, so
     scaling = D**-0.5 if scaling is None else float(scaling)
 
     if backend == "reference":
-        if return_log_sum_exp:
-            raise ValueError(
-                "return_log_sum_exp needs backend 'auto', 'torch' or 'triton', got 'reference'"
-            )
+        for name, asked in (
+            ("return_log_sum_exp", return_log_sum_exp),
+            ("return_statistics", return_statistics),
+        ):
+            if asked:
+                raise ValueError(
+                    f"{name} needs backend 'auto', 'torch' or 'triton', got 'reference'"
+                )
         extra = {} if function == "sigmoid" else {"sinks": sinks}
         name = "bias" if function == "sigmoid" else "multiplier"
         call = reference.sigmoid_attention if function == "sigmoid" else reference.ssmax_attention
@@ -136,7 +159,8 @@ def _attention(function, query, key, value, scaling, row, visible, is_causal, so
         row = torch.full((), float(row), dtype=dtype, device=query.device)
     row = row.to(dtype).expand(B, H, M)
     unusual = (softcap, alibi_slopes, logit_bias, sinks)
-    plain = all(argument is None for argument in unusual) and not return_log_sum_exp
+    plain = all(argument is None for argument in unusual)
+    plain = plain and not return_log_sum_exp and not return_statistics
     if backend == "torch" and function == "ssmax" and plain:
         visible, is_causal = _simplest(visible, is_causal, M, N)
         small = visible is not None and B * M * N <= DENSE_MASK_ELEMENTS
@@ -163,11 +187,14 @@ def _attention(function, query, key, value, scaling, row, visible, is_causal, so
         call = flash.attention
     else:
         call = cpu.attention
-    output, log_sum_exp = call(
+    output, log_sum_exp, *statistics = call(
         query, key, value, row, intervals, mask, logit_bias, alibi_slopes, sinks, function, scaling,
-        0.0 if softcap is None else float(softcap), float(dropout), seed,
+        0.0 if softcap is None else float(softcap), float(dropout), seed, return_statistics,
     )  # fmt: skip
-    return (output, log_sum_exp.detach()) if return_log_sum_exp else output
+    extra = [log_sum_exp.detach()] if return_log_sum_exp else []
+    if return_statistics:
+        extra.append(Statistics(*(x.detach() for x in statistics)))
+    return (output, *extra) if extra else output
 
 
 def _simplest(visible, is_causal, M, N):

@@ -35,9 +35,12 @@ INPUTS = (
 def define(name: str, forward: Callable, backward: Callable) -> Callable:
     """Register `hf_sigmoid::{name}_forward` and `_backward`; return the differentiable forward.
 
-    forward(query … seed) -> (output [B, H, M, V], log_sum_exp [B, H, M])
+    forward(query … seed, statistics)
+        -> output [B, H, M, V], log_sum_exp, max_logit, weight_sum, each [B, H, M] in row's dtype
         The output is laid out in memory as [B, M, H, V]. log_sum_exp is of the final logits, the
-        sink included, natural logarithm, in row's dtype; for sigmoid it is empty.
+        sink included, natural logarithm; for sigmoid it is empty. max_logit is the largest final
+        logit that a row sees (z + b or c z, a sink not counted), −∞ if it sees none; weight_sum is
+        Σ_n p. Both are empty unless `statistics`, and have no gradient.
     backward(grad_output, output, log_sum_exp, wants_logit_bias, query … seed)
         -> gradients of query, key, value, row [B, H, M], logit_bias [B, H, M, N], alibi_slopes
         [B, H], sinks [H], each contiguous; empty where the input is None or is not wanted.
@@ -47,7 +50,7 @@ def define(name: str, forward: Callable, backward: Callable) -> Callable:
         f"hf_sigmoid::{name}_forward",
         forward,
         mutates_args=(),
-        schema=f"({INPUTS}) -> (Tensor, Tensor)",
+        schema=f"({INPUTS}, bool statistics) -> (Tensor, Tensor, Tensor, Tensor)",
     )
     backward_op = torch.library.custom_op(
         f"hf_sigmoid::{name}_backward",
@@ -65,7 +68,7 @@ def define(name: str, forward: Callable, backward: Callable) -> Callable:
     def setup_context(ctx, inputs, output):
         query, key, value, row, intervals, mask, logit_bias, alibi_slopes, sinks, *rest = inputs
         function = rest[0]
-        saved, log_sum_exp = output
+        saved, log_sum_exp, _, _ = output
         if function == "sigmoid":
             saved = saved.new_empty(0)
         ctx.save_for_backward(
@@ -81,9 +84,9 @@ def define(name: str, forward: Callable, backward: Callable) -> Callable:
             alibi_slopes,
             sinks,
         )
-        ctx.rest = rest
+        ctx.rest = rest[:-1]  # statistics have no backward pass
 
-    def differentiate(ctx, grad_output, grad_log_sum_exp):
+    def differentiate(ctx, grad_output, *_):
         output, log_sum_exp, *tensors = ctx.saved_tensors
         alibi_slopes, sinks = tensors[7:]
         gradients = backward_op(
@@ -101,6 +104,7 @@ def define(name: str, forward: Callable, backward: Callable) -> Callable:
             dalibi_slopes if alibi_slopes is not None else None,
             dsinks if sinks is not None else None,
             *(None for _ in ctx.rest),
+            None,
         )
 
     forward_op.register_autograd(differentiate, setup_context=setup_context)
@@ -114,9 +118,12 @@ def empty_output(query: Tensor, value: Tensor) -> Tensor:
 
 
 def _fake_forward(query, key, value, row, intervals, mask, logit_bias, alibi_slopes, sinks,
-                  function, scaling, softcap, dropout, seed):  # fmt: skip
-    log_sum_exp = row.new_empty(0) if function == "sigmoid" else row.new_empty(query.shape[:3])
-    return empty_output(query, value), log_sum_exp
+                  function, scaling, softcap, dropout, seed, statistics):  # fmt: skip
+    def by_row(wanted):
+        return row.new_empty(query.shape[:3] if wanted else 0)
+
+    output = empty_output(query, value)
+    return output, by_row(function == "ssmax"), by_row(statistics), by_row(statistics)
 
 
 def _fake_backward(grad_output, output, log_sum_exp, wants_logit_bias, query, key, value, row,

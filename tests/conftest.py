@@ -13,7 +13,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "project",
@@ -26,6 +26,22 @@ settings.register_profile(
     "explore", parent=settings.get_profile("project"), derandomize=False, max_examples=500
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cases", type=int, default=300, help="random cases of the kernels against float64"
+    )
+
+
+def pytest_configure(config):
+    settings.register_profile(
+        "kernels",
+        settings.default,
+        max_examples=config.getoption("--cases"),
+        # To shrink or explain a case would run interpreted kernels for minutes.
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,16 @@
-"""Makes Triton's interpreter right for bfloat16, for tests only.
+"""Makes Triton's interpreter right for bfloat16, for tests only, and twice as fast.
 
 It keeps bfloat16 as its uint16 bits and multiplies those, without an error. Products are taken in
 float32 here, as a GPU's are, and any other arithmetic on bfloat16 raises: the kernels are to cast
-first. The few PTX instructions that the kernels write in line are understood too.
+first. It cuts float32 off to bfloat16; here it rounds to the nearest, as a GPU does. The few PTX
+instructions that the kernels write in line are understood too.
 """
 
 from types import SimpleNamespace
 
 import numpy as np
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
@@ -26,15 +28,52 @@ def install() -> None:
 
     builder.create_dot = create_dot
     builder.create_inline_asm = run_ptx
+    cast = builder.cast_impl
+
+    def cast_impl(self, source, target):
+        if target.scalar == tl.bfloat16 and source.dtype.scalar == tl.float32:
+            return TensorHandle(_round_to_bfloat16(source.data), target.scalar)
+        return cast(self, source, target)
+
+    builder.cast_impl = cast_impl
     for name in ("binary_op", "unary_op", "create_fma"):
         setattr(builder, name, _refuse_bfloat16(getattr(builder, name)))
 
+    _patch_language_once_a_launch()
     # 2^x of a hidden logit may overflow and inf·0 of an unused factor is NaN: neither is used.
     np.seterr(over="ignore", invalid="ignore", divide="ignore")
 
 
+def _patch_language_once_a_launch() -> None:
+    """Half of the interpreter's time is to patch triton.language again at each call of a helper."""
+    patch = interpreter._patch_lang
+    patched = set()  # modules of this launch: triton.language, or what its own helpers see of it
+
+    def patch_once(fn):
+        names = frozenset(n for n, x in fn.__globals__.items() if x is tl or x is tl.core)
+        if names in patched:
+            return interpreter._LangPatchScope()
+        is_launch = not patched
+        patched.add(names)
+        scope = patch(fn)
+        restore = scope.restore
+
+        def restore_all():
+            if is_launch:
+                patched.clear()
+            restore()
+
+        scope.restore = restore_all
+        return scope
+
+    interpreter._patch_lang = patch_once
+
+
 def run_ptx(self, asm, constraints, values, dtype, is_pure, pack) -> SimpleNamespace:
-    """Elementwise inline PTX over groups of `pack` elements, in float32: add.sat, mul and rcp."""
+    """Elementwise inline PTX over groups of `pack` elements, in float32.
+
+    add.sat, mul, rcp and tanh are known.
+    """
     (value,) = values
     groups = value.data.reshape(-1, pack)
     registers = {f"${pack + i}": groups[:, i] for i in range(pack)}
@@ -49,6 +88,7 @@ def run_ptx(self, asm, constraints, values, dtype, is_pure, pack) -> SimpleNames
         "add.sat.f32": lambda a, b: np.clip(a + b, 0, one),
         "mul.f32": lambda a, b: a * b,
         "rcp.approx.ftz.f32": lambda a: one / a,
+        "tanh.approx.f32": np.tanh,
     }
     for line in asm.strip().strip("{}").split(";"):
         words = line.replace(",", " ").split()
@@ -68,6 +108,13 @@ def _to_float32(handle):
         return handle
     bits = np.ascontiguousarray(handle.data).astype(np.uint32) << 16
     return TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def _round_to_bfloat16(data: np.ndarray) -> np.ndarray:
+    """Bits of float32 numbers rounded to the nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(data, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(data), 0x7FC0, rounded).astype(np.uint16)
 
 
 def _refuse_bfloat16(method):

@@ -138,13 +138,16 @@ def magnitudes(problem: Problem, amplified: bool) -> dict[str, float]:
 
 @st.composite
 def problems(
-    draw, function=None, dtypes=(torch.float32, torch.bfloat16), longest=40, features=True
-):
+    draw, function=None, dtypes=(torch.float32, torch.bfloat16), longest=40, features=True,
+    few_queries=False,
+):  # fmt: skip
     """A random problem: sizes, heads, dtype, mask, and each optional argument present or not."""
     function = function or draw(st.sampled_from(["sigmoid", "ssmax"]))
     dtype = draw(st.sampled_from(dtypes))
-    B, G, R = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3]))
+    B, G, R = draw(st.sampled_from(HEADS))
     M, N = draw(st.integers(1, longest)), draw(st.integers(1, longest))
+    if few_queries and draw(st.booleans()):
+        M, N = 1 + M % 6, 3 * N
     D, V = draw(st.sampled_from([4, 8, 20, 33])), draw(st.sampled_from([4, 8, 20, 33]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     mask = draw(st.sampled_from(MASKS))
@@ -158,6 +161,8 @@ def problems(
     )
 
 
+# Batch, key heads, query heads of a key head: every kind, and few enough to be quick.
+HEADS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 3), (1, 2, 2), (2, 1, 2), (2, 2, 1))
 ROWS = ("number", "head", "full")
 
 

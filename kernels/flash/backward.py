@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_sigmoid.kernels.flash import tuning
-from hf_sigmoid.kernels.flash.forward import refuse_dropout
 from hf_sigmoid.kernels.flash.tiles import (
     LOG2E,
     constants,
@@ -26,10 +25,12 @@ from hf_sigmoid.kernels.flash.tiles import (
     key_range,
     load_intervals,
     load_matrix,
+    load_rows,
     logits,
     row_ptrs,
     score_ptrs,
     sigmoid,
+    sigmoid_factor,
     sigmoid_offset,
     split_range,
     store_matrix,
@@ -40,15 +41,16 @@ from hf_sigmoid.kernels.flash.tiles import (
 
 
 @triton.jit
-def load_exponents(row, lse, bias, slopes, b, h, rows, M, scaling, FUNCTION: tl.constexpr,
+def load_exponents(row, lse, bias, slopes, b, h, rows, shown, scaling, FUNCTION: tl.constexpr,
                    HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """Row numbers, and the two row vectors of `probability`: p depends on z·factor + offset."""
-    numbers = tl.load(row_ptrs(row, b, h, rows), mask=rows < M, other=0.0).to(ACC)
+    numbers = load_rows(row, b, h, rows, shown).to(ACC)
     if FUNCTION == "sigmoid":
-        factors = tl.zeros_like(numbers) - LOG2E * unit(bias, slopes, scaling, HAS_SOFTCAP)
+        factors = tl.zeros_like(numbers) + sigmoid_factor(FORM) * unit(bias, slopes, scaling,
+                                                                       HAS_SOFTCAP)  # fmt: skip
         return numbers, factors, sigmoid_offset(numbers, FORM)
     else:
-        sums = tl.load(row_ptrs(lse, b, h, rows), mask=rows < M, other=0.0).to(ACC)
+        sums = load_rows(lse, b, h, rows, shown).to(ACC)
         # −inf is a row that sees nothing: any finite number keeps NaN away from its hidden keys.
         sums = tl.where(sums == -float("inf"), 0.0, sums)
         factors = numbers * (LOG2E * unit(bias, slopes, scaling, HAS_SOFTCAP))
@@ -78,6 +80,7 @@ def _backward_dq(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr, RAGGED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program writes one [BLOCK_M, D] tile of dq of one head, and all sums over its keys."""
     # Without softcap and additions dc = q·dq/c, one product a row and nothing in the loop.
@@ -90,8 +93,8 @@ def _backward_dq(
     b = pid // tiles // H
     h = pid // tiles % H
     g = h // (H // G)
-    local_m = tl.arange(0, BLOCK_M)
-    local_n = tl.arange(0, BLOCK_N)
+    local_m = tl.arange(0, BLOCK_M).to(INDEX)
+    local_n = tl.arange(0, BLOCK_N).to(INDEX)
     rows = tile * BLOCK_M + local_m
     lo, hi = load_intervals(intervals, b, rows, M, N)
     first, last, all_first, all_last = key_range(lo, hi, rows, M, N)
@@ -103,8 +106,9 @@ def _backward_dq(
     # A row that sees nothing is not read either: its dq is 0 whatever it holds.
     q_tile = load_matrix(head_ptr(q, b, h), q, tile * BLOCK_M, local_m, lo < hi, D, BLOCK_D)
     do_tile = load_matrix(head_ptr(do, b, h), do, tile * BLOCK_M, local_m, lo < hi, V, BLOCK_V)
-    numbers, factors, offsets = load_exponents(row, lse, bias, slopes, b, h, rows, M, scaling,
-                                               FUNCTION, HAS_SOFTCAP, FORM, ACC)  # fmt: skip
+    numbers, factors, offsets = load_exponents(
+        row, lse, bias, slopes, b, h, rows, rows < M, scaling, FUNCTION, HAS_SOFTCAP, FORM, ACC
+    )
     deltas = tl.zeros([BLOCK_M], ACC)
     if FUNCTION == "ssmax":
         o_tile = load_matrix(head_ptr(o, b, h), o, tile * BLOCK_M, local_m, lo < hi, V, BLOCK_V)
@@ -123,7 +127,7 @@ def _backward_dq(
         if RAGGED or mask is None:
             begin = start if RAGGED else full_start
             length = (stop - start - skipped) if RAGGED else skipped
-            for i in tl.range(0, length, BLOCK_N):
+            for i in tl.range(0, length, BLOCK_N, num_stages=RAGGED_STAGES if RAGGED else None):
                 n = begin + i
                 shown = None
                 if RAGGED:
@@ -135,7 +139,7 @@ def _backward_dq(
                 s = dot(q_tile, tl.trans(k_tile), None)
                 v_tile = load_matrix(v_ptr, v, n, local_n, shown, V, BLOCK_V)
                 dp = dot(do_tile, tl.trans(v_tile), None)
-                z, dcap = logits(s, bias, slope, 1.0, b, h, rows[:, None], cols[None, :], M, N,
+                z, dcap = logits(s, bias, slope, b, h, rows[:, None], cols[None, :], M, N,
                                  scaling, softcap, HAS_SOFTCAP)  # fmt: skip
                 p = probability(z, factors[:, None], offsets[:, None], FUNCTION, FORM)
                 if RAGGED:
@@ -218,6 +222,7 @@ def _backward_dkdv(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr, RAGGED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program writes a [BLOCK_N, D] tile of dk and a [BLOCK_N, V] tile of dv of one key head.
 
@@ -228,8 +233,8 @@ def _backward_dkdv(
     n = pid % tiles * BLOCK_N
     b = pid // tiles // G
     g = pid // tiles % G
-    local_m = tl.arange(0, BLOCK_M)
-    local_n = tl.arange(0, BLOCK_N)
+    local_m = tl.arange(0, BLOCK_M).to(INDEX)
+    local_n = tl.arange(0, BLOCK_N).to(INDEX)
     cols = n + local_n
     start, stop, full_start, full_stop = query_range(
         ranges, b, n, tl.cdiv(M, BLOCK_M), BLOCK_N, CHUNK=128
@@ -253,7 +258,7 @@ def _backward_dkdv(
             if RAGGED or mask is None:
                 begin = start if RAGGED else full_start
                 length = (stop - start - skipped) if RAGGED else skipped
-                for i in tl.range(0, length):
+                for i in tl.range(0, length, num_stages=RAGGED_STAGES if RAGGED else None):
                     t = begin + i
                     if RAGGED:
                         t = tl.where(t < full_start, t, t + skipped)
@@ -262,18 +267,18 @@ def _backward_dkdv(
                     shown = None
                     if RAGGED:
                         shown = rows < M
-                    numbers, factors, offsets = load_exponents(
-                        row, lse, bias, slopes, b, h, rows, M, scaling,
+                    _, factors, offsets = load_exponents(
+                        row, lse, bias, slopes, b, h, rows, shown, scaling,
                         FUNCTION, HAS_SOFTCAP, FORM, ACC,
                     )  # fmt: skip
                     deltas = tl.zeros([BLOCK_M], ACC)
                     if FUNCTION == "ssmax":
-                        deltas += tl.load(row_ptrs(delta, b, h, rows), mask=rows < M, other=0.0)
+                        deltas = load_rows(delta, b, h, rows, shown)
                     q_tile = load_matrix(q_ptr, q, m, local_m, shown, D, BLOCK_D)
                     s = dot(k_tile, tl.trans(q_tile), None)
                     do_tile = load_matrix(do_ptr, do, m, local_m, shown, V, BLOCK_V)
                     dp = dot(v_tile, tl.trans(do_tile), None)
-                    z, dcap = logits(s, bias, slope, 1.0, b, h, rows[None, :], cols[:, None], M, N,
+                    z, dcap = logits(s, bias, slope, b, h, rows[None, :], cols[:, None], M, N,
                                      scaling, softcap, HAS_SOFTCAP)  # fmt: skip
                     p = probability(z, factors[None, :], offsets[None, :], FUNCTION, FORM)
                     if RAGGED:
@@ -284,12 +289,15 @@ def _backward_dkdv(
                     dv_acc = dot(p.to(do.ptr.dtype.element_ty), do_tile, dv_acc)
                     ds = logit_gradient(p, dp, deltas[None, :], FUNCTION) * dcap
                     if FUNCTION == "ssmax":
-                        ds = ds * numbers[None, :]
+                        # By factors and not by c, which would be one more vector in registers.
+                        ds = ds * factors[None, :]
                     if RAGGED:
                         # Not implied by p = 0: an unused key may hold NaN, and then dp does.
                         ds = tl.where(keep, ds, 0.0)
                     dk_acc = dot(ds.to(q.ptr.dtype.element_ty), q_tile, dk_acc)
 
+    if FUNCTION == "ssmax":
+        scaling = scaling / (LOG2E * unit(bias, slopes, scaling, HAS_SOFTCAP))
     store_matrix(head_ptr(dk, b, g), dk, cols, dk_acc * scaling, N, D, BLOCK_D)
     store_matrix(head_ptr(dv, b, g), dv, cols, dv_acc, N, V, BLOCK_V)
 
@@ -311,11 +319,8 @@ def backward(
     function: str,
     scaling: float,
     softcap: float,
-    dropout: float,
-    seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of one call; the contract is `hf_sigmoid.ops.define`'s."""
-    refuse_dropout(dropout)
     B, H, M, D = query.shape
     G, N, V = value.shape[1:]
     is_ssmax = function == "ssmax"
@@ -331,39 +336,40 @@ def backward(
     inputs = (strided(query), strided(key), strided(value), strided(row), strided(intervals))
     terms = (strided(mask), strided(logit_bias), strided(alibi_slopes))
     lse = strided(log_sum_exp) if is_ssmax else None
-    with torch.cuda.device_of(query):
-        shared = constants(query, key, value, function, softcap)
-        shared["FORM"] = tuning.form(query.dtype)
-        tile = tuning.tile("dq", query.dtype, max(D, V))
-        programs = triton.cdiv(M, tile.block_m) * B * H
-        if programs:
-            _backward_dq[(programs,)](
-                *inputs, *terms,
-                strided(output) if is_ssmax else None, lse, strided(grad_output),
-                strided(dq), strided(drow), strided(dbias), strided(dslope), strided(delta),
-                M, N, scaling, softcap,
-                **shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
-            )  # fmt: skip
+    shared = constants(query, key, value, function, softcap, grad_output, output)
+    shared["FORM"] = tuning.form("backward", query.dtype)
+    tile = tuning.tile("dq", function, query.dtype, max(D, V))
+    programs = triton.cdiv(M, tile.block_m) * B * H
+    if programs:
+        _backward_dq[(programs,)](
+            *inputs, *terms,
+            strided(output) if is_ssmax else None, lse, strided(grad_output),
+            strided(dq), strided(drow), strided(dbias), strided(dslope), strided(delta),
+            M, N, scaling, softcap,
+            **shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            RAGGED_STAGES=tile.ragged_stages if mask is None else tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
 
-        tile = tuning.tile("dkdv", query.dtype, max(D, V))
-        query_tiles = triton.cdiv(M, tile.block_m)
-        ranges = intervals.new_empty(B, 4, query_tiles)
-        if B * query_tiles:
-            _query_ranges[(query_tiles, B)](
-                strided(intervals), strided(ranges), M, N, BLOCK_M=tile.block_m
-            )
-        programs = triton.cdiv(N, tile.block_n) * B * G
-        if programs:
-            # After dq: it reads the delta that the dq kernel has written.
-            _backward_dkdv[(programs,)](
-                *inputs, *terms,
-                lse, strided(grad_output), strided(dk), strided(dv), strided(delta),
-                strided(ranges),
-                M, N, scaling, softcap,
-                **shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
-            )  # fmt: skip
+    tile = tuning.tile("dkdv", function, query.dtype, max(D, V))
+    query_tiles = triton.cdiv(M, tile.block_m)
+    ranges = intervals.new_empty(B, 4, query_tiles)
+    if B * query_tiles:
+        _query_ranges[(query_tiles, B)](
+            strided(intervals), strided(ranges), M, N, BLOCK_M=tile.block_m
+        )
+    programs = triton.cdiv(N, tile.block_n) * B * G
+    if programs:
+        # After dq: it reads the delta that the dq kernel has written.
+        _backward_dkdv[(programs,)](
+            *inputs, *terms,
+            lse, strided(grad_output), strided(dk), strided(dv), strided(delta),
+            strided(ranges),
+            M, N, scaling, softcap,
+            **shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            RAGGED_STAGES=tile.ragged_stages if mask is None else tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
 
     empty = [row.new_empty(0) for _ in range(3)]
     if dslope is not None:

@@ -6,7 +6,6 @@
 Derivation and tiling: kernels/README.md. z is defined in tiles.py.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,23 +23,101 @@ from hf_sigmoid.kernels.flash.tiles import (
     logits,
     row_ptrs,
     sigmoid,
+    sigmoid_factor,
     sigmoid_offset,
+    sigmoid_unit,
     split_range,
     store_matrix,
     strided,
     unit,
     visible,
 )
-from hf_sigmoid.ops import empty_output
+
+
+@triton.jit
+def scores(q_tile, k_ptr, k, n, local_n, shown, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """q·k of a tile of keys."""
+    k_tile = load_matrix(k_ptr, k, n, local_n, shown, D, BLOCK_D)
+    return dot(q_tile, tl.trans(k_tile), None)
+
+
+@triton.jit
+def accumulate(
+    state, s, n, shown, rows, lo, hi, factors, offsets, slope, v, mask, bias, place,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, RAGGED: tl.constexpr, FUNCTION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, STATISTICS: tl.constexpr,
+):  # fmt: skip
+    """Add the tile of keys at n, whose scores are s, to a tile of outputs.
+
+    The state is the outputs, and by row the largest logit and the sum of weights: of ssmax in base
+    2 and relative to the largest; of sigmoid, where only statistics want them, without the row's
+    number, and in units of `sigmoid_unit`.
+    """
+    acc, largest, total = state
+    v_ptr, local_n, b, h, M, N, scaling, softcap = place
+    cols = n + local_n
+    z, _ = logits(s, bias, slope, b, h, rows[:, None], cols[None, :], M, N, scaling, softcap,
+                  HAS_SOFTCAP)  # fmt: skip
+    if RAGGED:
+        keep = visible(lo[:, None], hi[:, None], mask, b, h, rows[:, None], cols[None, :], M, N)
+    if FUNCTION == "sigmoid":
+        p = sigmoid(tl.fma(z, factors[:, None], offsets[:, None]), FORM)
+        if RAGGED:
+            p = tl.where(keep, p, 0.0)
+        if STATISTICS:
+            z = z * unit(bias, slope, scaling, HAS_SOFTCAP)
+            if RAGGED:
+                z = tl.where(keep, z, -float("inf"))
+            largest = tl.maximum(largest, tl.max(z, 1))
+            total += tl.sum(p, 1)
+    else:
+        if RAGGED:
+            x = tl.where(keep, z * factors[:, None], -float("inf"))
+            top = tl.maximum(largest, tl.max(x, 1))
+            # Nothing seen yet: −inf − (−inf) would be NaN.
+            shift = tl.where(top == -float("inf"), 0.0, top)
+            p = tl.exp2(x - shift[:, None])
+        else:
+            # One multiplication a row: no factor is negative here.
+            top = tl.maximum(largest, tl.max(z, 1) * factors)
+            shift = top
+            p = tl.exp2(tl.fma(z, factors[:, None], -shift[:, None]))
+        shrink = tl.exp2(largest - shift)
+        total = tl.fma(total, shrink, tl.sum(p, 1))
+        acc = acc * shrink[:, None]
+        largest = top
+    # Values come last: a wait for them before the activation would keep it from running under the
+    # next tile's q·k.
+    p = p.to(v.ptr.dtype.element_ty)
+    v_tile = load_matrix(v_ptr, v, n, local_n, shown, V, BLOCK_V)
+    return dot(p, v_tile, acc), largest, total
+
+
+@triton.jit
+def normalize(largest, total, sink):
+    """Largest logit with the sink, what takes the sums so far to it, and the whole denominator.
+
+    A row that has seen nothing has the denominator 1: output 0, log-sum-exp −∞.
+    """
+    top = largest
+    if sink is not None:
+        top = tl.maximum(largest, sink)
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    shrink = tl.exp2(largest - shift)
+    whole = total * shrink
+    if sink is not None:
+        whole += tl.exp2(sink - shift)
+    return top, shrink, tl.where(whole > 0, whole, 1.0)
 
 
 @triton.jit
 def _forward(
-    q, k, v, row, intervals, mask, bias, slopes, sinks, o, lse,
+    q, k, v, row, intervals, mask, bias, slopes, sinks, o, lse, tops, sums,
     M, N, scaling, softcap,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr, PREFETCH: tl.constexpr, RAGGED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program writes one [BLOCK_M, V] tile of the output of one head."""
     tiles = tl.cdiv(M, BLOCK_M)
@@ -50,94 +127,86 @@ def _forward(
     b = pid // tiles // H
     h = pid // tiles % H
     g = h // (H // G)
-    local_m = tl.arange(0, BLOCK_M)
-    local_n = tl.arange(0, BLOCK_N)
+    local_m = tl.arange(0, BLOCK_M).to(INDEX)
+    local_n = tl.arange(0, BLOCK_N).to(INDEX)
     rows = tile * BLOCK_M + local_m
     lo, hi = load_intervals(intervals, b, rows, M, N)
     first, last, all_first, all_last = key_range(lo, hi, rows, M, N)
     start, stop, full_start, full_stop = split_range(first, last, all_first, all_last, BLOCK_N)
+    numbers = tl.load(row_ptrs(row, b, h, rows), mask=rows < M, other=0.0).to(ACC)
     if mask is not None:
         full_stop = full_start
-    skipped = full_stop - full_start
-
-    numbers = tl.load(row_ptrs(row, b, h, rows), mask=rows < M, other=0.0).to(ACC)
     q_tile = load_matrix(head_ptr(q, b, h), q, tile * BLOCK_M, local_m, rows < M, D, BLOCK_D)
     slope = None
     if slopes is not None:
         slope = tl.load(head_ptr(slopes, b, h)).to(ACC)
-    sign = 1.0
+    STATISTICS: tl.constexpr = tops is not None
     if FUNCTION == "sigmoid":
-        factors = tl.zeros([BLOCK_M], ACC) - LOG2E * unit(bias, slopes, scaling, HAS_SOFTCAP)
+        factor = sigmoid_factor(FORM) * unit(bias, slopes, scaling, HAS_SOFTCAP)
+        factors = tl.zeros([BLOCK_M], ACC) + factor
         offsets = sigmoid_offset(numbers, FORM)
     else:
-        # c z = |c| (±z): the largest c z of a row is then found before anything is multiplied.
-        signs = tl.where(numbers < 0, -1.0, 1.0).to(ACC)
-        q_tile = (q_tile.to(ACC) * signs[:, None]).to(q.ptr.dtype.element_ty)
-        sign = signs[:, None]
-        if slopes is not None:
-            slope = slope * sign
-        factors = tl.abs(numbers) * (LOG2E * unit(bias, slopes, scaling, HAS_SOFTCAP))
-        largest = tl.full([BLOCK_M], -float("inf"), ACC)
-        total = tl.zeros([BLOCK_M], ACC)
-        if sinks is not None:
-            largest = tl.zeros([BLOCK_M], ACC) + tl.load(sinks.ptr + h * sinks.strides[0]) * LOG2E
-            total += 1.0
+        factors = numbers * (LOG2E * unit(bias, slopes, scaling, HAS_SOFTCAP))
+        offsets = factors
+        # Full tiles take the largest score before they multiply it: not with a negative number.
+        full_stop = tl.where(tl.min(factors, 0) < 0, full_start, full_stop)
+    skipped = full_stop - full_start
 
-    acc = tl.zeros([BLOCK_M, BLOCK_V], ACC)
     k_ptr = head_ptr(k, b, g)
-    v_ptr = head_ptr(v, b, g)
-    # One body, two loops: tiles that every row sees whole, then what is left around them.
-    for RAGGED in tl.static_range(2):
-        if RAGGED or mask is None:
-            begin = start if RAGGED else full_start
-            length = (stop - start - skipped) if RAGGED else skipped
-            for i in tl.range(0, length, BLOCK_N):
-                n = begin + i
-                shown = None
-                if RAGGED:
-                    n = tl.where(n < full_start, n, n + skipped)
-                    # Keys that no row sees are not read: unused memory may hold NaN, and
-                    # 0·NaN is NaN.
-                    shown = (n + local_n >= first) & (n + local_n < last)
-                cols = n + local_n
-                k_tile = load_matrix(k_ptr, k, n, local_n, shown, D, BLOCK_D)
-                s = dot(q_tile, tl.trans(k_tile), None)
-                z, _ = logits(s, bias, slope, sign, b, h, rows[:, None], cols[None, :], M, N,
-                              scaling, softcap, HAS_SOFTCAP)  # fmt: skip
-                if RAGGED:
-                    keep = visible(lo[:, None], hi[:, None], mask, b, h, rows[:, None],
-                                   cols[None, :], M, N)  # fmt: skip
-                if FUNCTION == "sigmoid":
-                    p = sigmoid(tl.fma(z, factors[:, None], offsets[:, None]), FORM)
-                else:
-                    if RAGGED:
-                        top = tl.max(tl.where(keep, z, -float("inf")), 1)
-                        # A multiplier of 0 would make 0·(−inf) of a row that sees nothing here.
-                        top = tl.where(top == -float("inf"), top, top * factors)
-                    else:
-                        top = tl.max(z, 1) * factors
-                    top = tl.maximum(largest, top)
-                    shift = tl.where(top == -float("inf"), 0.0, top)
-                    p = tl.exp2(tl.fma(z, factors[:, None], -shift[:, None]))
-                if RAGGED:
-                    p = tl.where(keep, p, 0.0)
-                if FUNCTION == "ssmax":
-                    shrink = tl.exp2(largest - shift)
-                    total = tl.fma(total, shrink, tl.sum(p, 1))
-                    acc = acc * shrink[:, None]
-                    largest = top
-                v_tile = load_matrix(v_ptr, v, n, local_n, shown, V, BLOCK_V)
-                acc = dot(p.to(v.ptr.dtype.element_ty), v_tile, acc)
+    place = (head_ptr(v, b, g), local_n, b, h, M, N, scaling, softcap)
+    largest = tl.full([BLOCK_M], -float("inf"), ACC)
+    state = (tl.zeros([BLOCK_M, BLOCK_V], ACC), largest, tl.zeros([BLOCK_M], ACC))
+    # Tiles that every row sees whole.
+    if mask is None:
+        if PREFETCH:
+            # The next tile's q·k is issued before this tile's activation, which runs under it.
+            s = scores(q_tile, k_ptr, k, full_start, local_n, full_start + local_n < N, D, BLOCK_D)
+            for n in tl.range(full_start, full_stop, BLOCK_N):
+                n += 0 * full_start  # a tensor in the interpreter too
+                ahead = tl.minimum(n + BLOCK_N, full_stop - BLOCK_N)
+                following = scores(q_tile, k_ptr, k, ahead, local_n, None, D, BLOCK_D)
+                state = accumulate(state, s, n, None, rows, lo, hi, factors, offsets, slope, v,
+                                   mask, bias, place, V, BLOCK_V, False, FUNCTION, HAS_SOFTCAP,
+                                   FORM, STATISTICS)  # fmt: skip
+                s = following
+        else:
+            for n in tl.range(full_start, full_stop, BLOCK_N):
+                n += 0 * full_start
+                s = scores(q_tile, k_ptr, k, n, local_n, None, D, BLOCK_D)
+                state = accumulate(state, s, n, None, rows, lo, hi, factors, offsets, slope, v,
+                                   mask, bias, place, V, BLOCK_V, False, FUNCTION, HAS_SOFTCAP,
+                                   FORM, STATISTICS)  # fmt: skip
+    # What is left around them.
+    for i in tl.range(0, stop - start - skipped, BLOCK_N, num_stages=RAGGED_STAGES):
+        n = start + i
+        n = tl.where(n < full_start, n, n + skipped)
+        # Keys that no row sees are not read: unused memory may hold NaN, and 0·NaN is NaN.
+        shown = (n + local_n >= first) & (n + local_n < last)
+        s = scores(q_tile, k_ptr, k, n, local_n, shown, D, BLOCK_D)
+        state = accumulate(state, s, n, shown, rows, lo, hi, factors, offsets, slope, v, mask, bias,
+                           place, V, BLOCK_V, True, FUNCTION, HAS_SOFTCAP, FORM,
+                           STATISTICS)  # fmt: skip
 
+    acc, largest, total = state
     if FUNCTION == "ssmax":
-        # A row that has seen nothing has total 0: output 0, log-sum-exp −inf.
-        total = tl.where(total > 0, total, 1.0)
-        acc = acc / total[:, None]
-        tl.store(row_ptrs(lse, b, h, rows), (largest + tl.log2(total)) * LN2, mask=rows < M)
+        sink = None
+        if sinks is not None:
+            sink = tl.load(sinks.ptr + h * sinks.strides[0]).to(ACC) * LOG2E
+        top, shrink, whole = normalize(largest, total, sink)
+        acc = acc * (shrink / whole)[:, None]
+        tl.store(row_ptrs(lse, b, h, rows), (top + tl.log2(whole)) * LN2, mask=rows < M)
+        if STATISTICS:
+            tl.store(row_ptrs(tops, b, h, rows), largest * LN2, mask=rows < M)
+            tl.store(row_ptrs(sums, b, h, rows), total * shrink / whole, mask=rows < M)
+    else:
+        acc = acc * sigmoid_unit(FORM)
+        if STATISTICS:
+            tl.store(row_ptrs(tops, b, h, rows), largest + numbers, mask=rows < M)
+            tl.store(row_ptrs(sums, b, h, rows), total * sigmoid_unit(FORM), mask=rows < M)
     store_matrix(head_ptr(o, b, h), o, rows, acc, M, V, BLOCK_V)
 
 
-def forward(
+def prefill(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -150,31 +219,24 @@ def forward(
     function: str,
     scaling: float,
     softcap: float,
-    dropout: float,
-    seed: int,
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of one call; the contract is `hf_sigmoid.ops.define`'s."""
-    refuse_dropout(dropout)
+    output: Tensor,
+    log_sum_exp: Tensor,
+    max_logit: Tensor | None,
+    weight_sum: Tensor | None,
+) -> None:
+    """Fill the four results; the arguments are those of `hf_sigmoid.ops.define`."""
     B, H, M, D = query.shape
     N, V = value.shape[2:]
-    output = empty_output(query, value)
-    log_sum_exp = row.new_empty(0) if function == "sigmoid" else row.new_empty(B, H, M)
-    with torch.cuda.device_of(query):
-        tile = tuning.tile("forward", query.dtype, max(D, V))
-        programs = triton.cdiv(M, tile.block_m) * B * H
-        if programs:
-            _forward[(programs,)](
-                strided(query), strided(key), strided(value), strided(row), strided(intervals),
-                strided(mask), strided(logit_bias), strided(alibi_slopes), strided(sinks),
-                strided(output), None if function == "sigmoid" else strided(log_sum_exp),
-                M, N, scaling, softcap,
-                **constants(query, key, value, function, softcap),
-                BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FORM=tuning.form(query.dtype),
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
-            )  # fmt: skip
-    return output, log_sum_exp
-
-
-def refuse_dropout(dropout: float) -> None:
-    if dropout:
-        raise ValueError(f"the Triton kernels have no dropout: expected dropout=0.0, got {dropout}")
+    tile = tuning.tile("forward", function, query.dtype, max(D, V))
+    _forward[(triton.cdiv(M, tile.block_m) * B * H,)](
+        strided(query), strided(key), strided(value), strided(row), strided(intervals),
+        strided(mask), strided(logit_bias), strided(alibi_slopes), strided(sinks),
+        strided(output), strided(log_sum_exp) if function == "ssmax" else None,
+        strided(max_logit), strided(weight_sum),
+        M, N, scaling, softcap,
+        **constants(query, key, value, function, softcap, output),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FORM=tuning.form("forward", query.dtype),
+        PREFETCH=tile.prefetch,
+        RAGGED_STAGES=tile.ragged_stages if mask is None else tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip

@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# A tile that reaches so many elements beyond its first takes 64-bit offsets within it.
+WIDE_OFFSETS = 1 << 31
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -25,13 +28,21 @@ class Strided(NamedTuple):
 
 
 def strided(tensor: Tensor | None) -> Strided | None:
-    """None stays None: kernels compile an absent term away."""
-    return None if tensor is None else Strided(tensor, tensor.stride())
+    """None stays None: kernels compile an absent term away. Booleans are read as bytes."""
+    if tensor is None:
+        return None
+    if tensor.dtype == torch.bool:
+        tensor = tensor.view(torch.uint8)
+    return Strided(tensor, tensor.stride())
 
 
-def constants(query: Tensor, key: Tensor, value: Tensor, function: str, softcap: float) -> dict:
-    """The compile-time arguments that all three kernels take."""
+def constants(
+    query: Tensor, key: Tensor, value: Tensor, function: str, softcap: float, *others: Tensor
+) -> dict:
+    """The compile-time arguments of all kernels; `others` are read or written in tiles too."""
     D, V = query.shape[-1], value.shape[-1]
+    # A tile has at most 256 rows and 256 dims.
+    furthest = max(256 * sum(x.stride()[2:]) for x in (query, key, value, *others))
     return {
         "H": query.shape[1],
         "G": key.shape[1],
@@ -43,6 +54,7 @@ def constants(query: Tensor, key: Tensor, value: Tensor, function: str, softcap:
         "FUNCTION": function,
         "HAS_SOFTCAP": softcap > 0,
         "ACC": tl.float64 if query.dtype == torch.float64 else tl.float32,
+        "INDEX": tl.int32 if furthest < WIDE_OFFSETS else tl.int64,
     }
 
 
@@ -57,9 +69,10 @@ def load_matrix(ptr, x, start, local, shown, SIZE: tl.constexpr, BLOCK: tl.const
     """[rows start + local, BLOCK dims] of one head; 0 where not `shown` (None: all) or past SIZE.
 
     `local` does not change in a loop over `start`, so its offsets are computed once, before it.
+    They are of its type: 64 bits only where a tile is that large, because they fill registers.
     """
-    dims = tl.arange(0, BLOCK)
-    offsets = local.to(tl.int64)[:, None] * x.strides[2] + dims.to(tl.int64)[None, :] * x.strides[3]
+    dims = tl.arange(0, BLOCK).to(local.dtype)
+    offsets = local[:, None] * x.strides[2] + dims[None, :] * x.strides[3]
     ptrs = ptr + start.to(tl.int64) * x.strides[2] + offsets
     if shown is None:
         if SIZE == BLOCK:
@@ -96,13 +109,23 @@ def row_ptrs(x, b, h, rows):
 
 
 @triton.jit
+def load_rows(x, b, h, rows, shown):
+    """Rows of a [B, H, M] tensor; 0 where not `shown` (None: all)."""
+    if shown is None:
+        return tl.load(row_ptrs(x, b, h, rows))
+    else:
+        return tl.load(row_ptrs(x, b, h, rows), mask=shown, other=0.0)
+
+
+@triton.jit
 def load_intervals(intervals, b, rows, M, N):
     """The keys [lo, hi) that each row sees, within [0, N); rows from M on see nothing."""
     ptrs = intervals.ptr + b.to(tl.int64) * intervals.strides[0]
     ptrs += rows.to(tl.int64) * intervals.strides[1]
     lo = tl.load(ptrs, mask=rows < M, other=0)
     hi = tl.load(ptrs + intervals.strides[2], mask=rows < M, other=0)
-    return tl.maximum(lo, 0), tl.minimum(hi, N)
+    lo = tl.maximum(lo, 0)
+    return lo, tl.maximum(tl.minimum(hi, N), lo)
 
 
 @triton.jit
@@ -128,7 +151,9 @@ def split_range(first, last, all_first, all_last, BLOCK: tl.constexpr):
 @triton.jit
 def visible(lo, hi, mask, b, h, rows, cols, M, N):
     """Which elements of a tile take part."""
-    keep = (cols >= lo) & (cols < hi)
+    # One comparison: below lo the difference wraps around; hi is not below lo.
+    past_lo = (cols - lo).to(tl.int32).to(tl.uint32, bitcast=True)
+    keep = past_lo < (hi - lo).to(tl.uint32, bitcast=True)
     if mask is not None:
         inside = (rows < M) & (cols < N)
         keep = keep & (tl.load(score_ptrs(mask, b, h, rows, cols), mask=inside, other=0) != 0)
@@ -167,12 +192,10 @@ def tanh(x):
 
 
 @triton.jit
-def logits(s, bias, slope, sign, b, h, rows, cols, M, N, scaling, softcap,
-           HAS_SOFTCAP: tl.constexpr):  # fmt: skip
+def logits(s, bias, slope, b, h, rows, cols, M, N, scaling, softcap, HAS_SOFTCAP: tl.constexpr):
     """z of raw scores s = q·k, in units of `unit`, and ∂z/∂(τs).
 
-    `slope` is None without ALiBi. `sign` (±1, a row vector or 1.0) multiplies what is added: the
-    forward pass of ssmax has it in q already, to see the row's largest c·z as the largest score.
+    `slope` is None without ALiBi.
     """
     z = s
     dcap = 1.0
@@ -187,7 +210,7 @@ def logits(s, bias, slope, sign, b, h, rows, cols, M, N, scaling, softcap,
     if bias is not None:
         inside = (rows < M) & (cols < N)
         added = tl.load(score_ptrs(bias, b, h, rows, cols), mask=inside, other=0.0)
-        z = tl.fma(added.to(z.dtype), sign, z)
+        z += added.to(z.dtype)
     return z, dcap
 
 
@@ -200,35 +223,71 @@ def unit(bias, slopes, scaling, HAS_SOFTCAP: tl.constexpr):
         return scaling
 
 
+# The forms of σ. The scaled ones return σ·2^60, which a sum over keys may keep until its end.
+
+
+def _pair(unscale: str) -> tl.constexpr:
+    """PTX of two σ with one reciprocal."""
+    return tl.constexpr(f"""{{
+        .reg .f32 a, b, m;
+        add.sat.f32 a, $2, 0f21800000;
+        add.sat.f32 b, $3, 0f21800000;
+        mul.f32 m, a, b;
+        rcp.approx.ftz.f32 m, m;
+        {unscale}
+        mul.f32 $0, m, b;
+        mul.f32 $1, m, a;
+        }}""")
+
+
+PAIR = _pair("mul.f32 m, m, 0f21800000;")
+PAIR_SCALED = _pair("")
+
+
+@triton.jit
+def sigmoid_factor(FORM: tl.constexpr):
+    """What takes a logit to `sigmoid`'s argument."""
+    return 0.5 if FORM == "tanh" else -LOG2E
+
+
 @triton.jit
 def sigmoid_offset(row, FORM: tl.constexpr):
-    """The addend of `sigmoid`'s argument: −b in base 2, and the shift of the pair form."""
-    if FORM == "pair":
-        return tl.fma(row, -LOG2E, -60.0)
-    else:
+    """The addend of `sigmoid`'s argument for a row's number b."""
+    if FORM == "tanh":
+        return row * 0.5
+    elif FORM == "rsqrt":
         return row * -LOG2E
+    else:
+        return tl.fma(row, -LOG2E, -60.0)
+
+
+@triton.jit
+def sigmoid_unit(FORM: tl.constexpr):
+    """What `sigmoid` has to be multiplied by."""
+    return 2.0**-60 if FORM == "pair_scaled" or FORM == "halley_scaled" else 1.0
 
 
 @triton.jit
 def sigmoid(x, FORM: tl.constexpr):
-    """σ = 1/(1 + 2^x) with x = −(z + b) log₂e, relatively accurate however small σ is.
+    """σ(z + b) with x = sigmoid_factor·z + sigmoid_offset(b); times 2^60 in the scaled forms.
 
+    rsqrt: x = −(z + b) log₂e; 1/(1 + 2^x) is the square of a reciprocal root.
     pair: x comes 60 lower; a = min(1, 2^x + 2^-60) is (1 + e)·2^-60, and two neighbours share one
-    reciprocal: m = 2^-60/(a a'), σ = m a', σ' = m a. The saturating add keeps a ≤ 1 at no cost; it
-    bounds σ from below by 2^-60.
+    reciprocal: m = 1/(a a'), σ = 2^-60 m a', σ' = 2^-60 m a. The saturating add keeps a ≤ 1 at no
+    cost; it bounds σ from below by 2^-60.
+    halley: the same a; 1/a from an integer guess y and one cubic step y (1 + h + h²), h = 1 − a y.
+    tanh: x = (z + b)/2; (1 + tanh x)/2 by tanh.approx, whose error is absolute: see tuning.form.
     """
-    if FORM == "pair":
+    if FORM == "rsqrt":
+        return reciprocal(1.0 + tl.exp2(x))
+    elif FORM == "tanh":
+        t = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return tl.fma(t, 0.5, 0.5)
+    elif FORM == "pair" or FORM == "pair_scaled":
         return tl.inline_asm_elementwise(
-            """{
-            .reg .f32 a, b, m;
-            add.sat.f32 a, $2, 0f21800000;
-            add.sat.f32 b, $3, 0f21800000;
-            mul.f32 m, a, b;
-            rcp.approx.ftz.f32 m, m;
-            mul.f32 m, m, 0f21800000;
-            mul.f32 $0, m, b;
-            mul.f32 $1, m, a;
-            }""",
+            PAIR if FORM == "pair" else PAIR_SCALED,
             "=f,=f,f,f",
             [tl.exp2(x)],
             dtype=tl.float32,
@@ -236,8 +295,21 @@ def sigmoid(x, FORM: tl.constexpr):
             pack=2,
         )
     else:
-        tl.static_assert(FORM == "rsqrt")
-        return reciprocal(1.0 + tl.exp2(x))
+        tl.static_assert(FORM == "halley" or FORM == "halley_scaled")
+        a = tl.inline_asm_elementwise(
+            "add.sat.f32 $0, $1, 0f21800000;",
+            "=f,f",
+            [tl.exp2(x)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        y = (0x7EF311C7 - a.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        h = tl.fma(-a, y, 1.0)
+        h = tl.fma(h, h, h)
+        if FORM == "halley":
+            y = y * 2.0**-60
+        return tl.fma(y, h, y)
 
 
 @triton.jit

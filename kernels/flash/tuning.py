@@ -1,11 +1,12 @@
 """Tile sizes and the form of σ, chosen without a measurement at run time.
 
 A table and not an autotuner: nothing is timed at import or at the first call, the same inputs take
-the same kernel on every run, and a launch never waits for the GPU. For 16-bit inputs with head dim
-64 or 128 and no optional term the sizes compile for sm_90 without spilling a register, and for
-sm_80 with at most 80 bytes of spills (`python tests/aot.py` prints all). None has been timed yet.
+the same kernel on every run, and a launch never waits for the GPU. Each row is the largest tile
+that compiles for its GPUs without spilling a register (`make static` prints and checks that), at
+head dims 64 and 128 in 16 bits and no optional term. None has been timed yet.
 """
 
+import functools
 import os
 import warnings
 from typing import NamedTuple
@@ -18,50 +19,123 @@ from triton.runtime.driver import driver
 
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile of scores, warps of a program, stages of its pipelined loop."""
+    """How a kernel cuts its work.
+
+    Queries and keys of a tile of scores, warps of a program, and stages of its pipelined loop over
+    tiles that need no mask; whether it issues the next tile's q·k before this one's activation;
+    stages of the loop over the few tiles at the edges.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    prefetch: bool = False
+    ragged_stages: int = 1
 
 
-# By the larger head dim, up to and including the key. 16-bit operands go through tensor cores;
-# their accumulators for [block_m, dim] are what fills the registers. float32 ones do not (no tf32),
-# and their operands fill the registers twice as fast. At head dim 256 shared memory binds.
-HALF = {
-    "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
-    "dq": {64: Tile(128, 64, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
-    "dkdv": {64: Tile(64, 64, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
-}
-# With all optional terms staged in shared memory HALF's largest tiles do not fit the 99 kB of
-# sm_86, 89 and 120: every GPU but sm_80 and sm_90 takes these.
-SMALL = {
-    "forward": {**HALF["forward"], 128: Tile(64, 64, 8, 2)},
-    "dq": {**HALF["dq"], 64: Tile(64, 64, 8, 2)},
-    "dkdv": HALF["dkdv"],
-}
+# By kernel, or by kernel and function, and by the larger head dim, up to and including the key.
+# float32 inputs use no tensor cores (no tf32), and their operands fill registers twice as fast.
 FLOAT = {
     "forward": {64: Tile(64, 32, 8, 2), 128: Tile(32, 32, 8, 2), 256: Tile(16, 32, 8, 1)},
     "dq": {64: Tile(32, 32, 8, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
     "dkdv": {64: Tile(32, 32, 8, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
+    "decode": {64: Tile(16, 64, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 1)},
 }
+# 16 bits, on every GPU that has no table of its own: 99 kB of shared memory (sm_86, 89, 120), and
+# products by mma.sync, whose operands lie in registers beside the accumulators. dkdv of 64 keys
+# computes its scores twice; of 128 keys it spills.
+HALF = {
+    "forward": {
+        64: Tile(128, 64, 8, 2),
+        128: Tile(128, 32, 8, 3, ragged_stages=2),
+        256: Tile(64, 32, 8, 2),
+    },
+    "dq": {64: Tile(128, 32, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
+    "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
+    "decode": {64: Tile(16, 128, 4, 3), 128: Tile(16, 64, 4, 3), 256: Tile(16, 32, 4, 2)},
+}
+AMPERE = HALF | {
+    "dq": HALF["dq"] | {64: Tile(128, 64, 8, 2)},
+    ("dkdv", "sigmoid"): HALF["dkdv"] | {128: Tile(16, 128, 8, 2)},
+}
+# Products are asynchronous: one tile's activation runs under the next one's q·k, at the price of
+# a second tile of scores in registers. At dim 128 the accumulators leave room for half of the keys,
+# and for no pipeline of the ragged tiles. In dkdv ssmax holds two more vectors of a query tile.
+HOPPER = HALF | {
+    "forward": HALF["forward"]
+    | {
+        64: Tile(128, 128, 8, 2, prefetch=True, ragged_stages=2),
+        128: Tile(128, 64, 8, 2, prefetch=True),
+    },
+    "dq": HALF["dq"] | {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
+    ("dkdv", "sigmoid"): HALF["dkdv"] | {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2)},
+    ("dkdv", "ssmax"): HALF["dkdv"] | {128: Tile(32, 128, 8, 2)},
+}
+# Accumulators lie in tensor memory, and pass through registers a few columns at a time.
+BLACKWELL = HALF | {
+    "forward": HALF["forward"] | {64: Tile(128, 128, 8, 2), 128: Tile(128, 128, 8, 2)},
+    "dq": HALF["dq"] | {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
+    ("dkdv", "sigmoid"): HALF["dkdv"] | {64: Tile(64, 128, 8, 2)},
+}
+# 64 kB of shared memory, and wavefronts of 64: more than four would compute scores twice.
+CDNA = HALF | {
+    "forward": {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 4, 2), 256: Tile(64, 32, 4, 1)},
+    "dq": {64: Tile(128, 32, 4, 2), 128: Tile(128, 32, 4, 2), 256: Tile(64, 32, 4, 1)},
+    "dkdv": {64: Tile(16, 128, 4, 1), 128: Tile(16, 64, 4, 1), 256: Tile(16, 32, 4, 1)},
+    "decode": {64: Tile(16, 64, 4, 2), 128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 4, 1)},
+}
+CDNA_FLOAT = FLOAT | {
+    "forward": {64: Tile(64, 32, 4, 1), 128: Tile(64, 32, 4, 1), 256: Tile(64, 16, 4, 1)},
+    "dq": {64: Tile(64, 32, 4, 1), 128: Tile(64, 16, 4, 1), 256: Tile(64, 16, 4, 1)},
+    "dkdv": {64: Tile(16, 64, 4, 1), 128: Tile(16, 64, 4, 1), 256: Tile(16, 32, 4, 1)},
+}
+TABLES = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL, "gfx942": CDNA, "gfx950": CDNA}
+
+# Below this many keys a call is too short for a second kernel to pay.
+LEAST_KEYS_TO_SPLIT = 256
+# A share of keys is at least so many tiles, or its partial result costs more than it saves.
+LEAST_TILES_OF_A_SPLIT = 2
 
 
-def tile(kernel: str, dtype: torch.dtype, dim: int) -> Tile:
-    """The tile of one kernel ("forward", "dq" or "dkdv") for `dtype` and head dims up to `dim`."""
-    half = HALF if _target() in (("cuda", 80), ("cuda", 90)) else SMALL
-    table = (half if dtype.itemsize == 2 else FLOAT)[kernel]
-    return next(sizes for limit, sizes in table.items() if dim <= limit)
+def tile(kernel: str, function: str, dtype: torch.dtype, dim: int) -> Tile:
+    """The tile of "forward", "dq", "dkdv" or "decode" for `dtype` and head dims up to `dim`."""
+    backend, arch = _target()
+    if dtype.itemsize == 2:
+        table = TABLES.get(arch, CDNA if backend == "hip" else HALF)
+    else:
+        table = CDNA_FLOAT if backend == "hip" else FLOAT
+    rows = table.get((kernel, function)) or table[kernel]
+    return next(sizes for limit, sizes in rows.items() if dim <= limit)
 
 
-def form(dtype: torch.dtype) -> str:
-    """The form of σ: "pair" (inline PTX) for 16-bit inputs on NVIDIA GPUs, "rsqrt" elsewhere.
+def splits(programs: int, key_tiles: int) -> int:
+    """Into how many shares decoding splits its keys: about two programs a multiprocessor."""
+    wanted = triton.cdiv(2 * _multiprocessors(), programs)
+    return max(1, min(wanted, 128, key_tiles // LEAST_TILES_OF_A_SPLIT))
 
-    On AMD inline PTX compiles without an error and is missing from the code; the interpreter has
-    none. With float32 inputs the pair form's error of 1.3e-6 would show, and its speed would not.
+
+def form(kernel: str, dtype: torch.dtype) -> str:
+    """The form of σ (`tiles.sigmoid`): accurate ones by default, by what the GPU is short of.
+
+    float32 inputs, AMD and the interpreter take "rsqrt": the error of the others would show in
+    float32, and on AMD inline PTX compiles without an error and is missing from the code. 16-bit
+    inputs take "pair" on NVIDIA GPUs, and on sm_100 and sm_103, where special functions bind and
+    float32 products come two at a time, "halley". bfloat16 outputs are summed in units of 2^-60.
+
+    HF_SIGMOID_FORM=tanh takes tanh.approx on NVIDIA GPUs, the fastest. Its error is absolute: PTX
+    allows one that is half of a weight of 1/2048. Use it for short contexts, and compare.
     """
-    return "pair" if dtype.itemsize == 2 and _target()[0] == "cuda" else "rsqrt"
+    asked = os.environ.get("HF_SIGMOID_FORM", "accurate")
+    if asked not in ("accurate", "tanh"):
+        raise ValueError(f"HF_SIGMOID_FORM must be accurate or tanh, got {asked!r}")
+    backend, arch = _target()
+    if dtype.itemsize != 2 or backend != "cuda":
+        return "rsqrt"
+    if asked == "tanh":
+        return "tanh"
+    accurate = "halley" if arch in (100, 103) else "pair"
+    return f"{accurate}_scaled" if kernel == "forward" and dtype == torch.bfloat16 else accurate
 
 
 def warn_of_assembler() -> None:
@@ -87,3 +161,15 @@ def _target() -> tuple[str, int | str]:
         return "interpreter", 0
     target = driver.active.get_current_target()
     return target.backend, target.arch
+
+
+def _multiprocessors() -> int:
+    """Of the current device; as many as an H100 has where there is none."""
+    if not torch.cuda.is_available():
+        return 132
+    return _count(torch.cuda.current_device())
+
+
+@functools.cache
+def _count(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

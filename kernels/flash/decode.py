@@ -1,0 +1,206 @@
+"""Forward pass for few queries and many keys: the keys are split over programs.
+
+A program takes the queries of every head of a group, packed into one tile, and a share of the keys
+that they see. Sigmoid's partial outputs add up; ssmax's are merged by their log-sum-exp:
+
+    sigmoid   o = Σ_split o_split
+    ssmax     o = Σ_split exp(l_split − l) o_split        l = log(Σ_split exp(l_split) + exp(sink))
+
+The share is taken of the keys that are visible, which only the device knows: a static cache costs
+what it holds, not what it could hold, and nothing waits for the device.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_sigmoid.kernels.flash import tuning
+from hf_sigmoid.kernels.flash.forward import accumulate, normalize, scores
+from hf_sigmoid.kernels.flash.tiles import (
+    LN2,
+    LOG2E,
+    constants,
+    head_ptr,
+    load_intervals,
+    row_ptrs,
+    sigmoid_factor,
+    sigmoid_offset,
+    sigmoid_unit,
+    strided,
+    unit,
+)
+
+
+@triton.jit
+def _decode(
+    q, k, v, row, intervals, mask, bias, slopes, partial, tops, totals,
+    M, N, scaling, softcap,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr,
+):  # fmt: skip
+    """One program writes the partial output of BLOCK_M pairs (query, head) and a share of keys."""
+    R: tl.constexpr = H // G
+    split, splits = tl.program_id(0), tl.num_programs(0)
+    tiles = tl.cdiv(M * R, BLOCK_M)
+    tile = tl.program_id(1) % tiles
+    g = tl.program_id(1) // tiles % G
+    b = tl.program_id(1) // tiles // G
+    pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Pairs of one query are neighbours: they see the same keys.
+    rows = (pair // R).to(INDEX)
+    h = g * R + pair % R
+    inside = rows < M
+    local_n = tl.arange(0, BLOCK_N).to(INDEX)
+    lo, hi = load_intervals(intervals, b, rows, M, N)
+    sees = lo < hi
+    first = tl.min(tl.where(sees, lo, N), 0)
+    last = tl.max(tl.where(sees, hi, 0), 0)
+    share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK_N), splits) * BLOCK_N
+    start = first + split * share
+    stop = tl.minimum(start + share, last)
+
+    dims = tl.arange(0, BLOCK_D)
+    q_ptrs = row_ptrs(q, b, h, rows)[:, None] + dims.to(tl.int64)[None, :] * q.strides[3]
+    q_tile = tl.load(q_ptrs, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
+    numbers = tl.load(row_ptrs(row, b, h, rows), mask=inside, other=0.0).to(ACC)
+    slope = None
+    if slopes is not None:
+        slope = tl.load(head_ptr(slopes, b, h), mask=inside, other=0.0).to(ACC)[:, None]
+    if FUNCTION == "sigmoid":
+        factor = sigmoid_factor(FORM) * unit(bias, slopes, scaling, HAS_SOFTCAP)
+        factors = tl.zeros([BLOCK_M], ACC) + factor
+        offsets = sigmoid_offset(numbers, FORM)
+    else:
+        factors = numbers * (LOG2E * unit(bias, slopes, scaling, HAS_SOFTCAP))
+        offsets = factors
+
+    # A share ends where the next begins.
+    lo = tl.maximum(lo, start)
+    hi = tl.maximum(tl.minimum(hi, stop), lo)
+    k_ptr = head_ptr(k, b, g)
+    place = (head_ptr(v, b, g), local_n, b, h[:, None], M, N, scaling, softcap)
+    top = tl.full([BLOCK_M], -float("inf"), ACC)
+    state = (tl.zeros([BLOCK_M, BLOCK_V], ACC), top, tl.zeros([BLOCK_M], ACC))
+    for i in tl.range(0, tl.maximum(stop - start, 0), BLOCK_N):
+        n = start + i
+        shown = n + local_n < stop
+        s = scores(q_tile, k_ptr, k, n, local_n, shown, D, BLOCK_D)
+        state = accumulate(state, s, n, shown, rows, lo, hi, factors, offsets, slope, v, mask, bias,
+                           place, V, BLOCK_V, True, FUNCTION, HAS_SOFTCAP, FORM,
+                           tops is not None)  # fmt: skip
+
+    acc, top, total = state
+    ptrs = row_ptrs(partial, b, h, rows) + split.to(tl.int64) * partial.strides[3]
+    dims = tl.arange(0, BLOCK_V)
+    if FUNCTION == "sigmoid":
+        acc = acc * sigmoid_unit(FORM)
+        top += numbers
+        total = total * sigmoid_unit(FORM)
+    if tops is not None:
+        tl.store(row_ptrs(tops, b, h, rows) + split * tops.strides[3], top, mask=inside)
+        tl.store(row_ptrs(totals, b, h, rows) + split * totals.strides[3], total, mask=inside)
+    tl.store(ptrs[:, None] + dims[None, :], acc, mask=inside[:, None] & (dims < V)[None, :])
+
+
+@triton.jit
+def _combine(
+    partial, tops, totals, sinks, o, lse, top_out, sum_out, M, splits,
+    H: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
+    SHARES: tl.constexpr, FUNCTION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One program adds up the shares of one query of one head."""
+    m = tl.program_id(0) % M
+    h = tl.program_id(0) // M % H
+    b = tl.program_id(0) // M // H
+    dims = tl.arange(0, BLOCK_V)
+    if tops is not None:
+        share = tl.arange(0, BLOCK_S)
+        tops_ptr, totals_ptr = row_ptrs(tops, b, h, m), row_ptrs(totals, b, h, m)
+        largest = tl.load(tops_ptr + share * tops.strides[3], mask=share < splits,
+                          other=-float("inf"))  # fmt: skip
+        total = tl.load(totals_ptr + share * totals.strides[3], mask=share < splits, other=0.0)
+        top = tl.max(largest, 0)
+        shift = tl.where(top == -float("inf"), 0.0, top)
+    if FUNCTION == "ssmax":
+        total = tl.sum(total * tl.exp2(largest - shift), 0)
+        sink = None
+        if sinks is not None:
+            sink = tl.load(sinks.ptr + h * sinks.strides[0]).to(ACC) * LOG2E
+        end, shrink, whole = normalize(top, total, sink)
+        tl.store(row_ptrs(lse, b, h, m), (end + tl.log2(whole)) * LN2)
+    if top_out is not None:
+        if FUNCTION == "ssmax":
+            tl.store(row_ptrs(top_out, b, h, m), top * LN2)
+            tl.store(row_ptrs(sum_out, b, h, m), total * shrink / whole)
+        else:
+            tl.store(row_ptrs(top_out, b, h, m), top)
+            tl.store(row_ptrs(sum_out, b, h, m), tl.sum(total, 0))
+    acc = tl.zeros([BLOCK_V], ACC)
+    for s in tl.range(0, splits, SHARES):
+        each = s + tl.arange(0, SHARES)
+        ptrs = row_ptrs(partial, b, h, m) + each[:, None] * partial.strides[3] + dims[None, :]
+        parts = tl.load(ptrs, mask=(each < splits)[:, None] & (dims < V)[None, :], other=0.0)
+        if FUNCTION == "ssmax":
+            tops_of = tl.load(tops_ptr + each * tops.strides[3], mask=each < splits,
+                              other=-float("inf"))  # fmt: skip
+            parts = parts * (tl.exp2(tops_of - shift) * (shrink / whole))[:, None]
+        acc += tl.sum(parts, 0)
+    o_ptrs = row_ptrs(o, b, h, m) + dims.to(tl.int64) * o.strides[3]
+    tl.store(o_ptrs, acc.to(o.ptr.dtype.element_ty), mask=dims < V)
+
+
+def serves(query: Tensor, key: Tensor) -> bool:
+    """Few queries a sequence: the forward kernel would leave most of a GPU idle."""
+    M, N = query.shape[2], key.shape[2]
+    return M <= 64 and N >= 8 * M and N >= tuning.LEAST_KEYS_TO_SPLIT
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: Tensor,
+    intervals: Tensor,
+    mask: Tensor | None,
+    logit_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    function: str,
+    scaling: float,
+    softcap: float,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    max_logit: Tensor | None,
+    weight_sum: Tensor | None,
+) -> None:
+    """Fill the four results; the arguments are those of `hf_sigmoid.ops.define`."""
+    B, H, M, D = query.shape
+    G, N, V = value.shape[1:]
+    pairs = M * (H // G)
+    block_m = min(64, max(16, triton.next_power_of_2(pairs)))
+    tile = tuning.tile("decode", function, query.dtype, max(D, V))
+    programs = triton.cdiv(pairs, block_m) * G * B
+    splits = tuning.splits(programs, triton.cdiv(N, tile.block_n))
+    partial = row.new_empty(B, H, M, splits, V)
+    tops = totals = None
+    if function == "ssmax" or max_logit is not None:
+        tops, totals = row.new_empty(2, B, H, M, splits)
+    shared = constants(query, key, value, function, softcap)
+    _decode[(splits, programs)](
+        strided(query), strided(key), strided(value), strided(row), strided(intervals),
+        strided(mask), strided(logit_bias), strided(alibi_slopes),
+        strided(partial), strided(tops), strided(totals),
+        M, N, scaling, softcap,
+        **shared, BLOCK_M=block_m, BLOCK_N=tile.block_n,
+        FORM=tuning.form("forward", query.dtype),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    _combine[(B * H * M,)](
+        strided(partial), strided(tops), strided(totals), strided(sinks), strided(output),
+        strided(log_sum_exp) if function == "ssmax" else None,
+        strided(max_logit), strided(weight_sum), M, splits,
+        H=H, V=V, BLOCK_V=shared["BLOCK_V"], BLOCK_S=triton.next_power_of_2(splits),
+        SHARES=16, FUNCTION=function, ACC=shared["ACC"],
+    )  # fmt: skip
