@@ -20,9 +20,9 @@ from torch import Tensor
 
 from hf_sigmoid import ops
 
-# Weights a tile holds: 1 MiB in float32, so that they stay in the cores' caches between the two
-# matrix products.
-BLOCK_ELEMENTS = 1 << 18
+# Weights a tile holds: 2 MiB in float32, so that they stay in the cores' caches between the two
+# matrix products, and are worth the threads' waiting for each other.
+BLOCK_ELEMENTS = 1 << 19
 LEAST_ROWS = 64  # fewer columns a block would spend the time on reading keys
 MOST_ROWS = 128  # more would compute too much beyond a causal diagonal
 LEAST_KEYS = 128  # and fewer keys a tile on starting matrix products

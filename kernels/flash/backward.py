@@ -150,6 +150,9 @@ def _backward_dq(
                 if FUNCTION == "sigmoid":
                     row_sums += tl.sum(dl, 1)
                 elif not ROW_FROM_DQ:
+                    if RAGGED:
+                        # Not implied by dl = 0: logit_bias may hold NaN where no key is seen.
+                        z = tl.where(keep, z, 0.0)
                     row_sums += tl.sum(dl * z, 1)
                 if slopes is not None:
                     slope_sums += tl.sum(dl * distance(rows[:, None], cols[None, :], M, N), 1)
@@ -266,7 +269,9 @@ def _backward_dkdv(
                     rows = m + local_m
                     shown = None
                     if RAGGED:
-                        shown = rows < M
+                        # A row that sees nothing is not read: it may hold anything.
+                        lo, hi = load_intervals(intervals, b, rows, M, N)
+                        shown = lo < hi
                     _, factors, offsets = load_exponents(
                         row, lse, bias, slopes, b, h, rows, shown, scaling,
                         FUNCTION, HAS_SOFTCAP, FORM, ACC,
@@ -282,7 +287,6 @@ def _backward_dkdv(
                                      scaling, softcap, HAS_SOFTCAP)  # fmt: skip
                     p = probability(z, factors[None, :], offsets[None, :], FUNCTION, FORM)
                     if RAGGED:
-                        lo, hi = load_intervals(intervals, b, rows, M, N)
                         keep = visible(lo[None, :], hi[None, :], mask, b, h, rows[None, :],
                                        cols[:, None], M, N)  # fmt: skip
                         p = tl.where(keep, p, 0.0)

@@ -76,9 +76,6 @@ def _decode(
         factors = numbers * (LOG2E * unit(bias, slopes, scaling, HAS_SOFTCAP))
         offsets = factors
 
-    # A share ends where the next begins.
-    lo = tl.maximum(lo, start)
-    hi = tl.maximum(tl.minimum(hi, stop), lo)
     k_ptr = head_ptr(k, b, g)
     place = (head_ptr(v, b, g), local_n, b, h[:, None], M, N, scaling, softcap)
     top = tl.full([BLOCK_M], -float("inf"), ACC)

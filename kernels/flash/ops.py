@@ -34,7 +34,7 @@ def forward(
     max_logit = weight_sum = None
     if statistics:
         max_logit, weight_sum = row.new_empty(B, H, M), row.new_empty(B, H, M)
-    if output.numel():
+    if B * H * M:
         launch = decode.decode if decode.serves(query, key) else prefill
         with torch.cuda.device_of(query):
             launch(query, key, value, row, intervals, mask, logit_bias, alibi_slopes, sinks,

@@ -123,8 +123,9 @@ def form(kernel: str, dtype: torch.dtype) -> str:
     inputs take "pair" on NVIDIA GPUs, and on sm_100 and sm_103, where special functions bind and
     float32 products come two at a time, "halley". bfloat16 outputs are summed in units of 2^-60.
 
-    HF_SIGMOID_FORM=tanh takes tanh.approx on NVIDIA GPUs, the fastest. Its error is absolute: PTX
-    allows one that is half of a weight of 1/2048. Use it for short contexts, and compare.
+    HF_SIGMOID_FORM=tanh takes tanh.approx where "pair" is the accurate one, with two thirds of its
+    special functions. Its error is absolute: PTX allows one that is half of a weight of 1/2048. Use
+    it for short contexts, and compare.
     """
     asked = os.environ.get("HF_SIGMOID_FORM", "accurate")
     if asked not in ("accurate", "tanh"):
@@ -132,9 +133,9 @@ def form(kernel: str, dtype: torch.dtype) -> str:
     backend, arch = _target()
     if dtype.itemsize != 2 or backend != "cuda":
         return "rsqrt"
-    if asked == "tanh":
-        return "tanh"
     accurate = "halley" if arch in (100, 103) else "pair"
+    if asked == "tanh" and accurate == "pair":
+        return "tanh"
     return f"{accurate}_scaled" if kernel == "forward" and dtype == torch.bfloat16 else accurate
 
 
