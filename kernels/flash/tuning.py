@@ -61,7 +61,7 @@ AMPERE = HALF | {
 }
 # Products are asynchronous: one tile's activation runs under the next one's q·k, at the price of
 # a second tile of scores in registers. At dim 128 the accumulators leave room for half of the keys,
-# and for no pipeline of the ragged tiles. In dkdv ssmax holds two more vectors of a query tile.
+# and for no pipeline of the ragged tiles.
 HOPPER = HALF | {
     "forward": HALF["forward"]
     | {
@@ -69,8 +69,7 @@ HOPPER = HALF | {
         128: Tile(128, 64, 8, 2, prefetch=True),
     },
     "dq": HALF["dq"] | {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
-    ("dkdv", "sigmoid"): HALF["dkdv"] | {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2)},
-    ("dkdv", "ssmax"): HALF["dkdv"] | {128: Tile(32, 128, 8, 2)},
+    "dkdv": HALF["dkdv"] | {128: Tile(32, 128, 8, 2)},
 }
 # Accumulators lie in tensor memory, and pass through registers a few columns at a time.
 BLACKWELL = HALF | {
