@@ -630,6 +630,21 @@ def test_backward_never_waits_for_the_device(launched, function, M, N, every_ter
     assert [name for name, _ in launched] == ["_backward_dq", "_query_ranges", "_backward_dkdv"]
 
 
+@FUNCTIONS
+@pytest.mark.parametrize("M", [1, 20], ids=["decode", "prefill"])
+def test_any_batch_fits_the_grid(launched, function, M):
+    """Only the first axis of a CUDA grid goes beyond 65,535."""
+    B, N = 70_000, 300
+    q, k = (torch.empty(B, 1, length, 8, device="meta") for length in (M, N))
+    row = torch.empty(B, 1, M, device="meta")
+    intervals = torch.empty(B, M, 2, dtype=torch.int32, device="meta")
+    inputs = (q, k, k, row, intervals, None, None, None, None, function, 0.3, 0.0, 0.0, 0)
+    output, log_sum_exp, *_ = flash_ops.forward(*inputs, False)
+    flash_ops.backward(output, output, log_sum_exp, False, *inputs)
+    assert len(launched) >= 4
+    assert all(size < 1 << 16 for _, grid in launched for size in grid[1:])
+
+
 def test_the_device_of_these_tests_notices_what_it_should():
     tensor = torch.empty(3, device="meta")
     for read in (bool, float, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.nonzero):

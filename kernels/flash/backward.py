@@ -177,8 +177,9 @@ def _backward_dq(
 @triton.jit
 def _query_ranges(intervals, ranges, M, N, BLOCK_M: tl.constexpr):
     """One program writes `key_range` of one tile of queries of one batch: ranges [B, 4, tiles]."""
-    tile = tl.program_id(0)
-    b = tl.program_id(1)
+    tiles = tl.cdiv(M, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+    b = tl.program_id(0) // tiles
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     lo, hi = load_intervals(intervals, b, rows, M, N)
     first, last, all_first, all_last = key_range(lo, hi, rows, M, N)
@@ -359,7 +360,7 @@ def backward(
     query_tiles = triton.cdiv(M, tile.block_m)
     ranges = intervals.new_empty(B, 4, query_tiles)
     if B * query_tiles:
-        _query_ranges[(query_tiles, B)](
+        _query_ranges[(query_tiles * B,)](
             strided(intervals), strided(ranges), M, N, BLOCK_M=tile.block_m
         )
     programs = triton.cdiv(N, tile.block_n) * B * G

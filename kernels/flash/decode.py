@@ -42,11 +42,12 @@ def _decode(
 ):  # fmt: skip
     """One program writes the partial output of BLOCK_M pairs (query, head) and a share of keys."""
     R: tl.constexpr = H // G
-    split, splits = tl.program_id(0), tl.num_programs(0)
+    split, splits = tl.program_id(1), tl.num_programs(1)
     tiles = tl.cdiv(M * R, BLOCK_M)
-    tile = tl.program_id(1) % tiles
-    g = tl.program_id(1) // tiles % G
-    b = tl.program_id(1) // tiles // G
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    g = pid // tiles % G
+    b = pid // tiles // G
     pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     # Pairs of one query are neighbours: they see the same keys.
     rows = (pair // R).to(INDEX)
@@ -185,7 +186,7 @@ def decode(
     if function == "ssmax" or max_logit is not None:
         tops, totals = row.new_empty(2, B, H, M, splits)
     shared = constants(query, key, value, function, softcap)
-    _decode[(splits, programs)](
+    _decode[(programs, splits)](
         strided(query), strided(key), strided(value), strided(row), strided(intervals),
         strided(mask), strided(logit_bias), strided(alibi_slopes),
         strided(partial), strided(tops), strided(totals),
