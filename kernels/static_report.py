@@ -296,9 +296,9 @@ def broken(row: Row) -> dict[str, str]:
 
 
 def ratchet(row: Row) -> dict[str, float]:
-    """The figures that a baseline keeps."""
+    """The figures that a baseline keeps. Registers as a chip hands them out: eight at a time."""
     scores = {kind: round(row.per_score(kind), 4) for kind in ("instructions", "mufu")}
-    return {"registers": row.registers, "spill_bytes": row.spill_bytes, **scores}
+    return {"registers": -(-row.registers // 8) * 8, "spill_bytes": row.spill_bytes, **scores}
 
 
 def read_baselines() -> tuple[dict, dict]:
