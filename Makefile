@@ -1,24 +1,29 @@
 # make demo: the main job on a real model.   make test: every test.   make lint: ruff.
 # make bench: time beside other kernels.     make static: the kernels, compiled for GPUs not here.
+# make support: every model type, checked.   make support ONLY=llama,bert   make support RESUME=1
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 READY := .venv/ready
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint bench static test-versions
+.PHONY: demo test lint bench static support test-versions
 
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
 
+# A process for each core, and one thread each: most tests are Python, not matrix products.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 bench: $(READY)
 	$(BIN)/python kernels/benchmark.py
 
 static: $(READY)
 	$(BIN)/python kernels/static_report.py --check
+
+support: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m support $(if $(ONLY),--only $(ONLY)) $(if $(RESUME),--resume)
 
 lint: $(READY)
 	$(BIN)/ruff check .

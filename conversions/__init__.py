@@ -4,5 +4,10 @@ from hf_sigmoid.conversions.calibrate import calibrate
 from hf_sigmoid.conversions.compare import perplexity, token_windows
 from hf_sigmoid.conversions.convert import convert
 from hf_sigmoid.conversions.embedded import checkpoint
+from hf_sigmoid.conversions.plan import Plan, apply, plan
+from hf_sigmoid.conversions.revert import revert
 
-__all__ = ["calibrate", "checkpoint", "convert", "perplexity", "token_windows"]
+__all__ = [
+    "Plan", "apply", "calibrate", "checkpoint", "convert", "perplexity", "plan", "revert",
+    "token_windows",
+]  # fmt: skip

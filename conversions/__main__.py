@@ -1,4 +1,4 @@
-"""The command `hf-sigmoid`, a thin layer over `convert.py`."""
+"""The command `hf-sigmoid`, a thin layer over this package."""
 
 import argparse
 import json
@@ -8,68 +8,89 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run it, print the result; an error is one line and exit status 2."""
-    parser = argparse.ArgumentParser(
-        prog="hf-sigmoid", description="Change the attention of a checkpoint."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser(
-        "convert", help="write a converted copy of a causal language model"
-    )
-    command.add_argument("model", help="checkpoint folder, hub id, or smollm2 for the embedded one")
-    command.add_argument("out", help="folder to write; must be new or empty")
-    command.add_argument("--to", required=True, choices=["ssmax", "sigmoid"], dest="function")
-    command.add_argument(
-        "--calibrate", metavar="TEXT", help="text file to fit sigmoid's row numbers on"
-    )
-    command.add_argument("--evaluate", metavar="TEXT", help="text file for the perplexities")
-    command.add_argument(
-        "--query", action="store_true", help="sigmoid: also fit a term linear in the query"
-    )
-    command.add_argument(
-        "--layers", type=_layers, help="layers to convert, as 0-15,20 (default: all)"
-    )
-    command.add_argument("--window", type=int, default=512, help="tokens a window (default 512)")
-    command.add_argument(
-        "--windows", type=int, default=32, help="windows of each text (default 32)"
-    )
-    command.add_argument("--json", action="store_true", help="print the report as JSON")
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
 
     import hf_sigmoid  # noqa: F401  registers the two names
-    from hf_sigmoid.conversions.convert import convert
+    from hf_sigmoid.conversions import commands
 
     try:
-        report = convert(
-            options.model, options.out, options.function, calibration=options.calibrate,
-            evaluation=options.evaluate, query=options.query, layers=options.layers,
-            window=options.window, windows=options.windows,
-        )  # fmt: skip
+        result, sentence = getattr(commands, options.command)(options)
     except (ValueError, OSError) as error:
         print(f"hf-sigmoid: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        print(
-            f"{options.model} -> {options.out} ({options.function}): perplexity "
-            f"{report['perplexity_before']:.2f} before, {report['perplexity_after']:.2f} after"
-        )
+    print(json.dumps(result, indent=2) if options.json else sentence)
     return 0
 
 
-def _layers(given: str) -> list[int]:
-    """ "0-15,20" -> [0, …, 15, 20]"""
-    layers = []
-    for part in given.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
-            raise argparse.ArgumentTypeError(
-                f"expected numbers and ranges as 0-15,20, got {given!r}"
-            )
-        if last and int(last) < int(first):
-            raise argparse.ArgumentTypeError(f"expected ranges that rise, got {part!r}")
-        layers += range(int(first), int(last or first) + 1)
-    return layers
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-sigmoid", description="Change the attention of a checkpoint."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    model = "checkpoint folder, hub id, or smollm2 for the embedded one"
+    out = "folder to write; must be new or empty"
+
+    inspect = commands.add_parser("inspect", help="what a model is, and what could be changed")
+    inspect.add_argument("model", help=model)
+
+    convert = commands.add_parser(
+        "convert", help="write a converted copy of a causal language model"
+    )
+    convert.add_argument("model", help=model)
+    convert.add_argument("out", nargs="?", help=out)
+    convert.add_argument("--to", required=True, choices=["ssmax", "sigmoid"], dest="function")
+    convert.add_argument(
+        "--init", metavar="START",
+        help="ssmax: identity (default), paper, anchored:L; sigmoid: calibrated-query, "
+        "calibrated (default: the better of both on held-out text), minus-log-n",
+    )  # fmt: skip
+    convert.add_argument("--layers", help="layers to convert, as 0-15,!3 (default: all)")
+    convert.add_argument(
+        "--keep-softmax", type=_automatic, default=0, metavar="auto:K",
+        help="sigmoid: the K layers that it would change most stay softmax",
+    )  # fmt: skip
+    convert.add_argument(
+        "--calibrate", metavar="TEXT", help="text file to fit sigmoid's row numbers on"
+    )
+    convert.add_argument("--evaluate", metavar="TEXT", help="text file for the perplexities")
+    convert.add_argument(
+        "--stats", metavar="FILE", help="stats.safetensors of an earlier conversion of this model"
+    )
+    convert.add_argument("--window", type=int, default=512, help="tokens a window (default 512)")
+    convert.add_argument(
+        "--windows", type=int, default=32, help="windows of each text (default 32)"
+    )
+    convert.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
+
+    verify = commands.add_parser("verify", help="compare a converted model with its original")
+    verify.add_argument("model", help="the converted checkpoint")
+    verify.add_argument("--against", required=True, metavar="MODEL", help=model)
+    verify.add_argument("--text", help="text file (default: the built-in one's held-out chapters)")
+    verify.add_argument("--lengths", type=int, nargs="+", default=[128, 512], metavar="TOKENS")
+
+    revert = commands.add_parser("revert", help="write a converted checkpoint back as softmax")
+    revert.add_argument("model", help="the converted checkpoint")
+    revert.add_argument("out", help=out)
+    revert.add_argument(
+        "--approximate", action="store_true", help="also if its weights were trained since"
+    )
+
+    merge = commands.add_parser("merge", help="write a PEFT adapter and its base as one checkpoint")
+    merge.add_argument("adapter", help="folder of the adapter")
+    merge.add_argument("out", help=out)
+    merge.add_argument("--base", required=True, metavar="MODEL", help=model)
+
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _automatic(given: str) -> int:
+    """ "auto:4" -> 4"""
+    name, _, count = given.partition(":")
+    if name != "auto" or not count.isdigit() or int(count) < 1:
+        raise argparse.ArgumentTypeError(f"expected auto:K with K of at least 1, got {given!r}")
+    return int(count)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The row number that makes sigmoid attention nearest to a softmax checkpoint's, fitted per head.
 
-    softmax_n = exp(z_n − L_m),  L_m = log Σ_n exp(z_n)          sigmoid σ(z_n + b_m) ≈ exp(z_n +
-    b_m)
+    softmax_n = exp(z_n − L_m),  L_m = log Σ_n exp(z_n)     sigmoid σ(z_n + b_m) ≈ exp(z_n + b_m)
 
 So b_m should be −L_m, and what a head can hold is affine in log n_m, plus linear in its query:
 
@@ -11,7 +10,8 @@ Only the normal equations are kept, (2 + D)² numbers a head; no attention matri
 text.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from hf_sigmoid import functional, masks
+from hf_sigmoid.parameters import LogLength
 
 _RECORDER = "hf_sigmoid_recorder"  # the attention function's name while a model is being calibrated
 
@@ -33,10 +34,43 @@ class Fit:
     slope: Tensor  # [H]
     query: Tensor | None  # [H, D]
     residual: Tensor  # [H], standard deviation of L that the fit leaves, in nats
+    spread: Tensor  # [H], standard deviation of L itself
     rows: int
 
+    @property
+    def r_squared(self) -> Tensor:
+        """[H], the share of L's variance that the fit explains."""
+        return 1 - (self.residual / self.spread.clamp(min=1e-12)).square()
 
-@torch.no_grad()
+    def bias(self, log_n: Tensor, query: Tensor) -> Tensor:
+        """b `[B, H, M]`, float32, of queries `[B, H, M, D]`."""
+        offset, slope = (
+            t.float().to(query.device).view(1, -1, 1) for t in (self.offset, self.slope)
+        )
+        bias = offset + slope * log_n
+        if self.query is not None:
+            weights = self.query.float().to(query.device)
+            bias = bias + torch.einsum("bhmd,hd->bhm", query.float(), weights)
+        return bias
+
+    @torch.no_grad()
+    def copy_to(self, holder: LogLength) -> None:
+        """Give a module's holder these numbers."""
+        holder.offset.copy_(self.offset)
+        holder.slope.copy_(self.slope)
+        if self.query is not None:
+            holder.query.copy_(self.query)
+
+
+@dataclass
+class LayerError:
+    """How far sigmoid attention is from softmax attention on the same queries, keys and values."""
+
+    relative: float  # ‖sigmoid − softmax‖ / ‖softmax‖ of the module's output before its projection
+    row_sum: float  # mean over rows of Σ_n σ(z_n + b); softmax's is 1
+    saturated: float  # share of rows whose largest weight is above 0.99
+
+
 def calibrate(
     model: PreTrainedModel, batches: Iterable[Tensor], *, query: bool = False, progress: bool = True
 ) -> dict[str, Fit]:
@@ -49,22 +83,115 @@ def calibrate(
 
     Returns:
         One `Fit` for each attention module, by its name in the model.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    sums: dict[str, _NormalEquations] = {}
 
-    def recorder(module: nn.Module, q, key, value, attention_mask, *, scaling=None, softcap=None,
-                 is_causal=None, **kwargs):  # fmt: skip
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        visible, is_causal, logit_bias, count = masks.visible_keys(
-            attention_mask, q.shape[2], key.shape[2], is_causal, q.device
-        )
+    Raises:
+        ValueError: a head whose log-sum-exp is not finite.
+    """
+    return solve(collect(model, batches, progress=progress), query=query)
+
+
+@torch.no_grad()
+def collect(
+    model: PreTrainedModel, batches: Iterable[Tensor], *, progress: bool = True
+) -> dict[str, "NormalEquations"]:
+    """What every fit needs of a text, by attention module; the model is left as it was found."""
+    sums: dict[str, NormalEquations] = {}
+
+    def note(name: str, call: "Call") -> Tensor:
         output, log_sum_exp = functional.ssmax_attention(
-            q, key, value, scaling=scaling, visible=visible, is_causal=is_causal, softcap=softcap,
-            logit_bias=logit_bias, return_log_sum_exp=True,
-        )  # fmt: skip
-        equations = sums.setdefault(names[module], _NormalEquations(query))
-        equations.add(q, torch.log(count), log_sum_exp)
+            *call.tensors, **call.options, return_log_sum_exp=True
+        )
+        sums.setdefault(name, NormalEquations()).add(call.tensors[0], call.log_n, log_sum_exp)
+        return output
+
+    with _recording(model, note):
+        for batch in tqdm(list(batches), desc="calibrating", disable=not progress):
+            model(batch.to(model.device), use_cache=False)
+    return sums
+
+
+def solve(sums: dict[str, "NormalEquations"], *, query: bool) -> dict[str, Fit]:
+    """The least squares fits of collected sums.
+
+    Raises:
+        ValueError: a head whose sums are not finite; it and its module are named.
+    """
+    for name, equations in sums.items():
+        finite = torch.isfinite(equations.gram).flatten(1).all(1) & torch.isfinite(equations.square)
+        if not finite.all():
+            head = int((~finite).nonzero()[0])
+            raise ValueError(f"{name}, head {head}: its log-sum-exp is not finite on this text")
+    return {name: equations.solve(query) for name, equations in sums.items()}
+
+
+@torch.no_grad()
+def layer_errors(
+    model: PreTrainedModel,
+    fits: dict[str, Fit],
+    batches: Iterable[Tensor],
+    *,
+    progress: bool = True,
+) -> dict[str, LayerError]:
+    """Each module alone as sigmoid attention, on what it gets in the softmax model."""
+    sums: dict[str, Tensor] = {}
+
+    def note(name: str, call: "Call") -> Tensor:
+        softmax = functional.ssmax_attention(*call.tensors, **call.options)
+        bias = fits[name].bias(call.log_n, call.tensors[0])
+        sigmoid, statistics = functional.sigmoid_attention(
+            *call.tensors, **call.options, bias=bias, return_statistics=True
+        )
+        figures = [
+            (sigmoid - softmax).double().square().sum(),
+            softmax.double().square().sum(),
+            statistics.weight_sum.double().sum(),
+            (statistics.max_logit > 4.6).double().sum(),  # σ(4.6) = 0.99
+            torch.tensor(float(statistics.weight_sum.numel())),
+        ]
+        sums[name] = sums.get(name, 0) + torch.stack([figure.cpu().double() for figure in figures])
+        return softmax
+
+    with _recording(model, note):
+        for batch in tqdm(list(batches), desc="layer errors", disable=not progress):
+            model(batch.to(model.device), use_cache=False)
+    return {
+        name: LayerError(
+            relative=(error / norm.clamp(min=1e-30)).sqrt().item(),
+            row_sum=(total / rows).item(),
+            saturated=(saturated / rows).item(),
+        )
+        for name, (error, norm, total, saturated, rows) in sums.items()
+    }
+
+
+@dataclass
+class Call:
+    """One call of a model's attention: a verb's arguments, and log n broadcastable to [B, H, M]."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]
+    options: dict
+    log_n: Tensor
+
+
+@contextlib.contextmanager
+def _recording(model: PreTrainedModel, note: Callable[[str, Call], Tensor]) -> Iterator[None]:
+    """While it lasts, `note` computes each attention output `[B, H, M, V]` of the model."""
+    names = {module: name for name, module in model.named_modules()}
+
+    def recorder(module: nn.Module, query, key, value, attention_mask, *, scaling=None,
+                 softcap=None, is_causal=None, position_bias=None, **kwargs):  # fmt: skip
+        is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        visible, is_causal, logit_bias, count = masks.visible_keys(
+            attention_mask, query.shape[2], key.shape[2], is_causal, query.device
+        )
+        if position_bias is not None:
+            logit_bias = position_bias if logit_bias is None else logit_bias + position_bias
+        options = {
+            "scaling": scaling, "visible": visible, "is_causal": is_causal, "softcap": softcap,
+            "logit_bias": logit_bias,
+        }  # fmt: skip
+        log_n = torch.log(count.clamp(min=1))
+        output = note(names[module], Call((query, key, value), options, log_n))
         return output.transpose(1, 2).contiguous(), None
 
     before, training = model.config._attn_implementation, model.training
@@ -73,30 +200,27 @@ def calibrate(
     try:
         model.set_attn_implementation(_RECORDER)
         model.eval()
-        for batch in tqdm(list(batches), desc="calibrating", disable=not progress):
-            model(batch.to(model.device), use_cache=False)
+        yield
     finally:
         model.set_attn_implementation(before)
         model.train(training)
         AttentionInterface._global_mapping.pop(_RECORDER)
         AttentionMaskInterface._global_mapping.pop(_RECORDER)
-    return {name: equations.solve() for name, equations in sums.items()}
 
 
-class _NormalEquations:
-    """Σ f fᵀ, Σ f L and Σ L² over rows, per head, with features f = [1, log n (, q)]."""
+class NormalEquations:
+    """Σ f fᵀ, Σ f L and Σ L² over rows, per head, with features f = [1, log n, q], float64."""
 
-    def __init__(self, with_query: bool):
-        self.with_query = with_query
-        self.gram = self.moment = self.square = 0.0
-        self.rows = 0
+    def __init__(
+        self, gram: Tensor = 0.0, moment: Tensor = 0.0, square: Tensor = 0.0, rows: int = 0
+    ):
+        self.gram, self.moment, self.square, self.rows = gram, moment, square, rows
 
     def add(self, q: Tensor, log_n: Tensor, log_sum_exp: Tensor) -> None:
         B, H, M, _ = q.shape
         log_n = log_n.expand(B, H, M).double()
         features = torch.stack([torch.ones_like(log_n), log_n], -1)
-        if self.with_query:
-            features = torch.cat([features, q.double()], -1)
+        features = torch.cat([features, q.double()], -1)
         features = features.transpose(0, 1).reshape(H, B * M, -1)
         target = log_sum_exp.double().transpose(0, 1).reshape(H, B * M, 1)
         self.gram = self.gram + (features.transpose(1, 2) @ features).cpu()
@@ -104,15 +228,19 @@ class _NormalEquations:
         self.square = self.square + target.square().sum((1, 2)).cpu()
         self.rows += B * M
 
-    def solve(self) -> Fit:
+    def solve(self, query: bool) -> Fit:
+        used = slice(None) if query else slice(2)  # without q: the corner of the same sums
+        gram, moment = self.gram[:, used, used], self.moment[:, used]
         # The pseudo-inverse: a feature that never varied (all rows of one length) gets no weight.
-        solution = torch.linalg.pinv(self.gram, hermitian=True, rtol=1e-10) @ self.moment
-        error = self.square - (solution * self.moment).sum((1, 2))
+        solution = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10) @ moment
+        error = self.square - (solution * moment).sum((1, 2))
         solution = solution.squeeze(-1)
+        mean = self.moment[:, 0, 0] / self.rows
         return Fit(
             offset=-solution[:, 0],
             slope=-solution[:, 1],
-            query=-solution[:, 2:] if self.with_query else None,
+            query=-solution[:, 2:] if query else None,
             residual=(error / self.rows).clamp(min=0).sqrt(),
+            spread=(self.square / self.rows - mean.square()).clamp(min=0).sqrt(),
             rows=self.rows,
         )

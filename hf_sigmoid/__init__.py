@@ -10,16 +10,18 @@ registered at the moment transformers loads its model classes, or at once if it 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hf_sigmoid.after_import import register_with_transformers
+from hf_sigmoid.after_import import install
 
 if TYPE_CHECKING:
     from hf_sigmoid.configuration import configure
     from hf_sigmoid.functional import sigmoid_attention, ssmax_attention
+    from hf_sigmoid.support import Unsupported
 
 __version__ = "0.1.0"
-__all__ = ["configure", "sigmoid_attention", "ssmax_attention"]
+__all__ = ["Unsupported", "configure", "sigmoid_attention", "ssmax_attention"]
 
 _HOME = {
+    "Unsupported": "hf_sigmoid.support",
     "configure": "hf_sigmoid.configuration",
     "sigmoid_attention": "hf_sigmoid.functional",
     "ssmax_attention": "hf_sigmoid.functional",
@@ -32,4 +34,4 @@ def __getattr__(name: str):
     return getattr(import_module(_HOME[name]), name)
 
 
-register_with_transformers()
+install()

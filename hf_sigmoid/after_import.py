@@ -1,8 +1,8 @@
-"""Registration at the right moment: when transformers has loaded `modeling_utils`, not earlier.
+"""Installation at the right moment: when a package that we plug into has been loaded, not earlier.
 
 `import transformers` is lazy and takes half a second; its model classes bring torch and Triton and
 take two more. A plugin that imported them to register itself would make every script that mentions
-it pay for that.
+it pay for that. The same goes for PEFT and accelerate, where mistakes of theirs are refused.
 """
 
 import importlib
@@ -10,36 +10,59 @@ import importlib.abc
 import importlib.util
 import sys
 
-MODULE = "transformers.modeling_utils"
+# What is called after which module is loaded.
+HOOKS = {
+    "transformers.modeling_utils": ("hf_sigmoid.registration", "register"),
+    "peft.tuners.tuners_utils": ("hf_sigmoid.guards", "guard_peft"),
+    "peft.peft_model": ("hf_sigmoid.guards", "guard_peft_model"),
+    "accelerate.accelerator": ("hf_sigmoid.guards", "guard_accelerate"),
+}
 
 
-def register_with_transformers() -> None:
-    """Register as soon as transformers' model classes are loaded, maybe now. Idempotent."""
-    if MODULE in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-def _register() -> None:
-    # Importing it registers. Where that import is itself what loaded transformers, it goes on by
-    # itself.
-    importlib.import_module("hf_sigmoid.registration")
+def install() -> None:
+    """Install what waits for no module, and wait for the others. Idempotent."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    for name in HOOKS:
+        # A package that is only half loaded, because it is what imports us, is not there yet.
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if spec is not None and not getattr(spec, "_initializing", False):
+            finder.call(name)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the one import through, registers after it, and is gone."""
+    """Lets the imports through and calls what waits for them, once for each that succeeds."""
+
+    def __init__(self):
+        self.waiting = set(HOOKS)
+        self.looking = False  # its own search for a module comes by here again
 
     def find_spec(self, name, path, target=None):
-        if name != MODULE:
+        if name not in self.waiting or self.looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.looking = False
+        if spec is None or spec.loader is None:
+            return None
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
-            _register()
+            self.call(name)
 
         spec.loader.exec_module = exec_module
         return spec
+
+    def call(self, name: str) -> None:
+        if name not in self.waiting:
+            return
+        self.waiting.discard(name)
+        module, function = HOOKS[name]
+        install = getattr(importlib.import_module(module), function, None)
+        if install is not None:  # else that import is itself what loaded `name`, and goes on
+            install()

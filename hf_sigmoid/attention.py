@@ -6,10 +6,19 @@ from transformers.utils.output_capturing import _active_collector
 
 from hf_sigmoid import functional, masks, reference
 from hf_sigmoid.parameters import HOLDER
+from hf_sigmoid.support import Unsupported, refuse_sinks
 
 # Arguments that change what a row sees in a way no mask says. They reach us because our names are
 # not "eager" or "sdpa"; ignoring them would turn sparse attention into dense.
-REFUSED = {"indices": "index-sparse attention", "block_indices": "block-sparse attention"}
+REFUSED = {"block_indices": "block-sparse attention"}
+
+# What models pass that says nothing which the mask or the arguments above do not say already.
+WITHOUT_MEANING = {
+    "position_ids": "the mask was made of them",
+    "max_length_q": "of cu_seq_lens_q",
+    "max_length_k": "of cu_seq_lens_k",
+    "deterministic": "flash attention's choice of a backward pass; ours always is",
+}
 
 
 def attention(
@@ -30,6 +39,7 @@ def attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    indices: Tensor | None = None,
     output_attentions: bool | None = False,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
@@ -40,24 +50,20 @@ def attention(
         else None.
 
     Raises:
-        ValueError: the model passes an argument that this function cannot honour.
+        Unsupported: the model passes an argument that this function cannot honour.
     """
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
-            raise ValueError(
+            raise Unsupported(
                 f"{function}: {type(module).__name__} passes `{name}` ({what}), "
-                "which is not supported"
+                "which is not supported: use the model's own softmax"
             )
     holder = getattr(module, HOLDER, None)
     if holder is not None and holder.function == "softmax":
         function = "softmax"  # a layer that the section leaves as it was
     sinks = s_aux if sinks is None else sinks
     if sinks is not None and function == "sigmoid":
-        raise ValueError(
-            f"sigmoid: {type(module).__name__} has attention sinks, "
-            "a term of a softmax's denominator; "
-            "sigmoid attention has none. Use attn_implementation='ssmax'"
-        )
+        refuse_sinks(module)
 
     # Under autocast q and k may arrive as float32 (RoPE) and v in the autocast dtype; norms kept in
     # float32 do the same.
@@ -69,13 +75,25 @@ def attention(
     )
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     M, N = query.shape[2], key.shape[2]
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # No mask comes where it would hide nothing, and where a model leaves the rule to a flag.
+    # Without the flag it hides nothing, as in the eager functions of models that lack it (mllama).
+    is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    if attention_mask is not None and masks.is_intervals(attention_mask):
+        attention_mask = attention_mask.expand(-1, -1, M, -1)  # lightglue asks for one row for all
     if cu_seq_lens_q is not None:
+        if isinstance(cu_seq_lens_k, dict):
+            cu_seq_lens_k = _of_layer(cu_seq_lens_k, module, function)
         # Not every model lets its mask know of packed documents, but these reach every attention.
         packed = masks.packed_intervals(
             cu_seq_lens_q, cu_seq_lens_k, M, N, is_causal, sliding_window
         ).expand(query.shape[0], 1, M, 2)
         attention_mask = masks.narrow(attention_mask, packed, N)
+    if indices is not None:
+        # Sparse attention as DeepSeek's: key numbers [B, M, K] that each row keeps, of all that the
+        # mask shows. transformers' sdpa path makes the same dense mask.
+        kept = torch.zeros(query.shape[0], 1, M, N, dtype=torch.bool, device=device)
+        kept = kept.scatter(-1, indices.long().unsqueeze(1), True)
+        attention_mask = masks.keep(attention_mask, kept, is_causal)
     visible, is_causal, logit_bias, count = masks.visible_keys(
         attention_mask, M, N, is_causal, device
     )
@@ -106,7 +124,26 @@ def attention(
     return output.transpose(1, 2).contiguous(), weights
 
 
+def _of_layer(lengths: dict[str, Tensor], module: nn.Module, function: str) -> Tensor:
+    """Continuous batching has lengths by kind of layer; its cache picks one when it is updated.
+
+    A layer that takes its keys from an earlier one (gemma3n's last) updates none and gets them all.
+    """
+    kind = getattr(module, "layer_type", None)
+    if kind is None:
+        kinds = getattr(module.config, "layer_types", None) or ["full_attention"]
+        kind = kinds[getattr(module, "layer_idx", 0) or 0]
+    if kind not in lengths:
+        raise Unsupported(
+            f"{function}: {type(module).__name__} gets lengths (cu_seq_lens_k) of layers of kinds "
+            f"{sorted(lengths)} and is {kind!r}: continuous batching is not supported"
+        )
+    return lengths[kind]
+
+
 def _records_attentions() -> bool:
     """Is the model collecting weights? Some (gpt2) do not pass `output_attentions` on."""
-    collected = _active_collector.get()
+    # A context variable cannot be traced: in a graph transformers keeps the collector in this one.
+    compiling = torch.compiler.is_compiling()
+    collected = _active_collector.global_var if compiling else _active_collector.get()
     return collected is not None and any(key.endswith("attentions") for key in collected)

@@ -4,6 +4,8 @@
 
     {"version": 1, "function": "ssmax", "offset": 1.0, "slope": 0.0,
      "parameters": ["offset", "slope"], "learn": true, "layers": null}
+
+and "anchor": L if the row number starts to grow at L keys only.
 """
 
 import math
@@ -15,13 +17,17 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_sigmoid.parameters import (
     FUNCTIONS,
+    HOLDER,
     attach,
     attention_modules,
     config_heads,
     detach,
     head_count,
+    holder_of,
     holders,
+    sub_configs,
 )
+from hf_sigmoid.support import check_class, check_model, unchanged_on_error
 
 if TYPE_CHECKING:  # at run time it would register the plugin, which needs this module complete
     from transformers.modeling_utils import PreTrainedModel
@@ -54,6 +60,7 @@ def configure(
     query: bool = False,
     learn: bool = False,
     layers: Sequence[int] | None = None,
+    anchor: int | None = None,
 ) -> None:
     """Choose the attention function of a model, row_m = offset_h + slope_h·log n_m (+ w_h·q_m).
 
@@ -70,6 +77,8 @@ def configure(
         learn: hold the numbers as trainable float32 parameters; else they are constants of the
             config. ssmax with neither offset nor slope given is always learnable: its default.
         layers: indices of the layers to convert, the others stay softmax; None converts all.
+        anchor: L; log n is replaced by max(0, log(n / L)), so that the row number is offset_h up to
+            n = L keys.
 
     Raises:
         ValueError: an unknown function, a value of a wrong shape or not finite, a layer that does
@@ -82,8 +91,9 @@ def configure(
     )
     model = None if isinstance(model_or_config, PreTrainedConfig) else model_or_config
     if function == "softmax":
-        if offset is not None or slope is not None or query or learn or layers is not None:
-            raise ValueError("softmax takes no offset, slope, query, learn or layers")
+        given = (offset, slope, layers, anchor)
+        if any(each is not None for each in given) or query or learn:
+            raise ValueError("softmax takes no offset, slope, query, learn, layers or anchor")
         _unset(config, model)
         return
 
@@ -108,18 +118,37 @@ def configure(
     section["offset"] = _plain("offset", section["offset"] if offset is None else offset, heads)
     section["slope"] = _plain("slope", section["slope"] if slope is None else slope, heads)
     if layers is not None:
+        if not layers:
+            raise ValueError("layers must name at least one layer, or be None for all of them")
         section["layers"] = check_layers(layers, config)
+    if anchor is not None:
+        if not isinstance(anchor, int) or isinstance(anchor, bool) or anchor < 1:
+            raise ValueError(f"anchor must be a number of keys, at least 1, got {anchor!r}")
+        section["anchor"] = anchor
 
-    check_supported(None if model is None else type(model), config, function)
+    check_class(None if model is None else type(model), config, function)
+    _refuse_wrapped(model)
     if model is None:
         config.hf_sigmoid = Section(section)
         config._attn_implementation = function
         return
-    detach(model)
-    for each in _configs(config, model):
-        each.hf_sigmoid = Section(section)
-    attach(model)
-    model.set_attn_implementation(function)
+    with unchanged_on_error(model):
+        detach(model)
+        for each in _configs(config, model):
+            each.hf_sigmoid = Section(section)
+        attach(model)
+        model.set_attn_implementation(function)
+        check_model(model)
+
+
+def _refuse_wrapped(model: "PreTrainedModel | None") -> None:
+    """Holders that an adapter keeps copies of are not to be changed under it."""
+    for name, module in holders(model) if model is not None else ():
+        if module._modules[HOLDER] is not holder_of(module):
+            raise ValueError(
+                f"{name}.{HOLDER} belongs to a PEFT adapter (modules_to_save): merge or unload the "
+                "adapter before the attention is configured again"
+            )
 
 
 def make_default_section(config: PreTrainedConfig, function: str) -> None:
@@ -133,7 +162,7 @@ def forget_default(model: "PreTrainedModel", function: str | None) -> None:
     if not isinstance(section, DefaultSection) or function in (None, section["function"]):
         return
     owners = [module for _, module in holders(model) if module.config.hf_sigmoid is section]
-    if all(module.log_length.is_initial() for module in owners):
+    if all(holder_of(module).is_initial() for module in owners):
         for module in owners:
             detach(module)
         del model.config.hf_sigmoid
@@ -143,7 +172,8 @@ def check_section(config: PreTrainedConfig) -> None:
     """Raise ValueError if the section is not one that this release can read."""
     section = config.hf_sigmoid
     needed = {"version", "function", "offset", "slope", "parameters", "learn", "layers"}
-    if not isinstance(section, dict) or set(section) - needed or needed - set(section):
+    extra = set(section) - needed - {"anchor"} if isinstance(section, dict) else set()
+    if not isinstance(section, dict) or extra or needed - set(section):
         given = sorted(section) if isinstance(section, dict) else type(section).__name__
         raise ValueError(f"config.hf_sigmoid must have the keys {sorted(needed)}, got {given}")
     if section["version"] != 1:
@@ -156,58 +186,6 @@ def check_section(config: PreTrainedConfig) -> None:
         )
 
 
-def check_supported(
-    cls: "type[PreTrainedModel] | None", config: PreTrainedConfig, function: str
-) -> None:
-    """Raise ValueError if a model of this class (None: unknown) and config cannot run it."""
-    if cls is not None and not cls._can_set_attn_implementation():
-        raise ValueError(
-            f"{cls.__name__} does not go through transformers' attention interface: "
-            f"attn_implementation={function!r} would be ignored and softmax would run"
-        )
-    refuse_scaled_twice(config, function)
-    refuse_own_masks(config, function)
-
-
-def refuse_own_masks(config: PreTrainedConfig, function: str) -> None:
-    """Raise ValueError where a model extends the mask by arithmetic that needs an additive one."""
-    if getattr(config, "model_type", "").startswith("deepseek_v4"):
-        raise ValueError(
-            f"{config.model_type} adds its own block bias to the attention mask, which must be "
-            f"additive for that: {function} attention is not supported"
-        )
-
-
-def refuse_scaled_twice(config: PreTrainedConfig, function: str) -> None:
-    """Raise ValueError where ssmax would scale logits that the model scales by log length."""
-    if function != "ssmax":
-        return
-    rope = getattr(config, "rope_parameters", None) or {}
-    ways_off = {
-        "llama4": "attn_temperature_tuning"
-        if getattr(config, "attn_temperature_tuning", False)
-        else None,
-        "ministral3": "rope_parameters['llama_4_scaling_beta']"
-        if rope.get("llama_4_scaling_beta")
-        else None,
-        "mistral4": "rope_parameters['llama_4_scaling_beta']"
-        if rope.get("llama_4_scaling_beta")
-        else None,
-        "inkling": "log_scaling_n_floor" if getattr(config, "log_scaling_n_floor", None) else None,
-        "mistral_large4": "",
-        "beam": "",
-    }
-    model_type = getattr(config, "model_type", "")
-    for name, switch in ways_off.items():
-        if model_type.startswith(name) and switch is not None:
-            cure = f"set config.{switch} to None or 0, or" if switch else "it has no switch;"
-            raise ValueError(
-                f"{model_type} already scales its logits by log length, "
-                "and ssmax would do it twice: "
-                f"{cure} use attn_implementation='sigmoid' or its own softmax"
-            )
-
-
 def check_layers(layers: Sequence[int], config: PreTrainedConfig) -> list[int]:
     """The indices, sorted; ValueError if one is not of a layer."""
     count = getattr(config, "num_hidden_layers", None)
@@ -217,12 +195,6 @@ def check_layers(layers: Sequence[int], config: PreTrainedConfig) -> list[int]:
             last = f" to {count - 1}" if isinstance(count, int) else ""
             raise ValueError(f"layers must be indices from 0{last}, got {layer!r}")
     return sorted(set(layers))
-
-
-def sub_configs(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
-    """The configs of a composite model's parts."""
-    pairs = ((name, getattr(config, name, None)) for name in config.sub_configs or {})
-    return {name: child for name, child in pairs if isinstance(child, PreTrainedConfig)}
 
 
 def _section(function: str) -> dict:
@@ -244,6 +216,7 @@ def _configs(config: PreTrainedConfig, model: nn.Module | None) -> list[PreTrain
 
 def _unset(config: PreTrainedConfig, model: "PreTrainedModel | None") -> None:
     """Back to softmax: no section, no holders, transformers' default function."""
+    _refuse_wrapped(model)
     pending = _configs(config, model)
     while pending:
         each = pending.pop()

@@ -7,13 +7,12 @@ int32 tensor [B, 1, M, 2] says all of it in O(M) memory, and n_m = hi_m − lo_m
 row's keys are not contiguous the dense boolean mask is kept: slower, never wrong.
 """
 
-import re
-
 import torch
 from torch import Tensor
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
+    eager_mask,
     sdpa_mask,
 )
 
@@ -21,11 +20,20 @@ from transformers.masking_utils import (
 # GPU would spend its time launching such small blocks.
 BLOCK_ELEMENTS = {"cpu": 1 << 20, "other": 1 << 28}
 
-# These combine the mask with one of their own, so they need it as transformers makes it.
+# Families that compute with the mask themselves, so they need it as transformers makes it.
 DENSE = {
     "axk2", "bigbird_pegasus", "deepseek_v32", "doge", "dots3_note", "glm_moe_dsa", "hy_v4",
-    "hy_v4_vl", "mistral_large4", "t5gemma2",
+    "hy_v4_vl", "lasr", "lightglue", "mistral_large4", "nemotron_asr_streaming", "parakeet",
+    "pix2struct", "qwen4_exp", "siglip2", "t5gemma2",
 }  # fmt: skip
+
+# The same, by arithmetic on an additive mask: a block bias that is put beside it, a router that
+# reads padding from it.
+ADDITIVE = {"deepseek_v4", "nllb_moe"}
+
+# An entry of an additive mask that hides its key: at most this. Some models write −10000 instead of
+# the lowest number of the type (markuplm, mllama's); bfloat16 makes −9984 of it.
+HIDDEN = -9900.0
 
 
 def interval_mask(
@@ -37,17 +45,20 @@ def interval_mask(
     mask_function=causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
+    allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     config=None,
     **kwargs,
-) -> Tensor:
+) -> Tensor | None:
     """The mask function that transformers calls for our two names.
 
     Returns:
         int32 row intervals `[B, 1, M, 2]`, or a bool mask `[B, 1, M, N]` where some row's keys are
-        not contiguous. Never None: what that means is up to a flag of each attention module, and
-        causal models that transformers runs in eager mode only leave it False.
+        not contiguous, or what the families above need. None only where a model lets a mask that
+        hides nothing be left out, as transformers' own functions do. Never for a causal one: what
+        None means is then up to a flag of each attention module, and causal models that
+        transformers runs in eager mode only leave it False.
     """
 
     def dense(start: int, rows: int) -> Tensor:
@@ -56,10 +67,25 @@ def interval_mask(
             local_size, False, False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
 
-    model_type = re.sub("_(text|encoder|decoder)$", "", getattr(config, "model_type", ""))
-    if model_type in DENSE:
+    families = _families(config)
+    if families & DENSE:
         return dense(0, q_length)
-    if _sees_all(attention_mask, kv_offset + kv_length) and mask_function in (
+    if families & ADDITIVE:
+        return eager_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            kwargs.get("dtype", torch.float32), use_vmap=use_vmap, device=device,
+        )  # fmt: skip
+    everything = _sees_all(attention_mask, kv_offset + kv_length)
+    if (
+        everything
+        and allow_is_bidirectional_skip
+        and (local_size is None or kv_length < local_size)
+        # A decoder made bidirectional by its config: its modules still say that they are causal.
+        and getattr(config, "is_causal", None) is not False
+    ):
+        # Some (muse_glimmer_assistant) make this mask for fewer keys than they then have.
+        return None
+    if everything and mask_function in (
         causal_mask_function,
         bidirectional_mask_function,
     ):
@@ -86,6 +112,12 @@ def interval_mask(
         return dense(0, q_length)
     intervals = torch.stack([lo, hi], -1).to(torch.int32)
     return intervals.expand(batch_size, q_length, 2).unsqueeze(1)
+
+
+def _families(config) -> set[str]:
+    """The families (transformers.models.FAMILY.…) of a config's class and of its bases."""
+    modules = (cls.__module__.split(".") for cls in type(config).__mro__)
+    return {parts[-2] for parts in modules if len(parts) > 1}
 
 
 def is_intervals(mask: Tensor) -> bool:
@@ -129,10 +161,21 @@ def narrow(mask: Tensor | None, intervals: Tensor, N: int) -> Tensor:
         lo = torch.maximum(lo, mask[..., 0])
         return torch.stack([lo, torch.maximum(lo, torch.minimum(hi, mask[..., 1]))], -1)
     columns = torch.arange(N, device=mask.device)
-    inside = (columns >= lo.unsqueeze(-1)) & (columns < hi.unsqueeze(-1))
+    return keep(mask, (columns >= lo.unsqueeze(-1)) & (columns < hi.unsqueeze(-1)), False)
+
+
+def keep(mask: Tensor | None, kept: Tensor, is_causal: bool) -> Tensor:
+    """`mask`, of any form, restricted to the keys of a bool mask [B, 1, M, N]."""
+    M, N = kept.shape[-2:]
+    if mask is None:
+        return kept.tril(N - M) if is_causal else kept
+    if is_intervals(mask):
+        columns = torch.arange(N, device=mask.device)
+        inside = (columns >= mask[..., :1]) & (columns < mask[..., 1:])
+        return inside & kept
     if mask.dtype == torch.bool:
-        return mask[..., :N] & inside
-    return mask[..., :N].masked_fill(~inside, torch.finfo(mask.dtype).min)
+        return mask[..., :N] & kept
+    return mask[..., :N].masked_fill(~kept, torch.finfo(mask.dtype).min)
 
 
 def visible_keys(mask: Tensor | None, M: int, N: int, is_causal: bool, device: torch.device):
@@ -158,7 +201,7 @@ def visible_keys(mask: Tensor | None, M: int, N: int, is_causal: bool, device: t
             f"an attention mask must be bool or float, got {mask.dtype} {list(mask.shape)}"
         )
     # An additive mask: its most negative entries hide, the others are added to the logits.
-    shown = mask > torch.finfo(mask.dtype).min / 2
+    shown = mask > HIDDEN
     return shown, False, torch.where(shown, mask, 0.0), shown.sum(-1).float()
 
 

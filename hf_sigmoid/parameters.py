@@ -1,6 +1,7 @@
 """Where a row's number comes from: the `log_length` holder on each converted attention module.
 
     row_m = β_h + γ_h log n_m (+ w_h·q_m)        n_m = keys visible to query m
+    row_m = β_h + γ_h max(0, log(n_m / L))        with an anchor L: β up to n = L
 
 is the bias of sigmoid attention or the multiplier of SSMax. Which of offset β, slope γ and query w
 are parameters, and their initial values, is in the config's section (`configuration.py`).
@@ -8,6 +9,7 @@ are parameters, and their initial values, is in the config's section (`configura
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Iterator
 
@@ -28,6 +30,7 @@ class LogLength(nn.Module):
         self.function = function
         self.heads = heads
         self.values = {name: section.get(name, 0.0) for name in ("offset", "slope", "query")}
+        self.anchor = section.get("anchor")  # L, or None
         shapes = {"offset": (heads,), "slope": (heads,), "query": (heads, head_dim)}
         for name in shapes:
             wanted = name in section["parameters"] and function in FUNCTIONS
@@ -56,6 +59,8 @@ class LogLength(nn.Module):
 
         Always a new tensor: FSDP2 frees the storage of a gathered parameter after this call.
         """
+        if self.anchor is not None:
+            log_n = (log_n - math.log(self.anchor)).clamp(min=0)
         row = (
             self._read("offset", query).view(1, -1, 1)
             + self._read("slope", query).view(1, -1, 1) * log_n
@@ -83,12 +88,15 @@ def attach(model: nn.Module) -> None:
         section = getattr(module.config, "hf_sigmoid", None)
         if not section or hasattr(module, HOLDER):
             continue
-        layer = _layer_index(name, module)
+        layer = layer_index(name, module)
         converted = section.get("layers") is None or layer in section["layers"]
         function = section["function"] if converted else "softmax"
         holder = LogLength(function, head_count(module), head_dim(module), section)
-        if (parameter := next(module.parameters(), None)) is not None:
-            holder = holder.to(parameter.device)  # a holder added to a finished model
+        # Added to a finished model it joins the others; in one that is being made without memory
+        # it stays on the meta device, even where a module (diffllama's) has a parameter with some.
+        own = next(module.parameters(), None)
+        if own is not None and not any(parameter.is_meta for parameter in holder.parameters()):
+            holder = holder.to(own.device)
         module.add_module(HOLDER, holder)
 
 
@@ -114,21 +122,31 @@ def detach(model: nn.Module) -> None:
 def holders(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Name and attention module of every holder."""
     for name, module in model.named_modules():
-        if isinstance(module._modules.get(HOLDER), LogLength):
+        if holder_of(module) is not None:
             yield name, module
+
+
+def holder_of(module: nn.Module) -> LogLength | None:
+    """The holder on an attention module, also inside PEFT's wrapper of a module to save."""
+    held = module._modules.get(HOLDER)
+    held = getattr(held, "original_module", held)
+    return held if isinstance(held, LogLength) else None
 
 
 @functools.lru_cache(None)
 def uses_interface(cls: type) -> bool:
     """Does any method of this class look an attention function up in transformers' interface?"""
-    for base in cls.__mro__:
-        for member in vars(base).values():
-            member = getattr(member, "__func__", member)
-            if inspect.isfunction(member):
-                names = inspect.unwrap(member).__code__.co_names
-                if "ALL_ATTENTION_FUNCTIONS" in names:
-                    return True
-    return False
+    return "ALL_ATTENTION_FUNCTIONS" in code_names(cls)
+
+
+@functools.lru_cache(None)
+def code_names(cls: type) -> frozenset[str]:
+    """Every global and attribute that the methods of this class name."""
+    members = [member for base in cls.__mro__ for member in vars(base).values()]
+    functions = filter(
+        inspect.isfunction, (getattr(member, "__func__", member) for member in members)
+    )
+    return frozenset(name for each in functions for name in inspect.unwrap(each).__code__.co_names)
 
 
 def head_count(module: nn.Module) -> int:
@@ -142,6 +160,11 @@ def head_count(module: nn.Module) -> int:
             return value
     if (value := config_heads(module.config)) is not None:
         return value
+    if isinstance(value := getattr(module, "groups", None), int):  # florence2's channels
+        return value
+    width = getattr(getattr(module, "q_proj", None), "out_features", None)
+    if width and (dim := getattr(module, "head_dim", None)):  # lw_detr
+        return width // dim
     raise ValueError(f"{type(module).__name__}: cannot tell the number of its query heads")
 
 
@@ -155,6 +178,12 @@ def head_dim(module: nn.Module) -> int | None:
     return hidden // head_count(module) if hidden else None
 
 
+def sub_configs(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """The configs of a composite model's parts."""
+    pairs = ((name, getattr(config, name, None)) for name in config.sub_configs or {})
+    return {name: child for name, child in pairs if isinstance(child, PreTrainedConfig)}
+
+
 def config_heads(config: PreTrainedConfig) -> int | None:
     names = (
         "num_attention_heads", "num_heads", "n_heads", "n_head", "encoder_attention_heads",
@@ -166,9 +195,10 @@ def config_heads(config: PreTrainedConfig) -> int | None:
     return None
 
 
-def _layer_index(name: str, module: nn.Module) -> int | None:
+def layer_index(name: str, module: nn.Module) -> int | None:
     """Index of the layer that an attention module belongs to."""
-    if isinstance(index := getattr(module, "layer_idx", None), int):
+    index = getattr(module, "layer_idx", None)
+    if isinstance(index, int) and index >= 0:
         return index
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
     return int(numbers[0]) if numbers else None

@@ -2,7 +2,7 @@
 
 Importing this module registers, once transformers' model classes are loaded (`after_import.py`): it
 adds the names "sigmoid" and "ssmax" to transformers' tables of attention and mask functions and
-wraps six methods of PreTrainedModel and one of continuous batching; every wrap returns
+wraps seven methods of PreTrainedModel and one of continuous batching; every wrap returns
 transformers' own result for a model that does not use us. Reasons, one by one, at each wrap.
 """
 
@@ -19,10 +19,13 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from hf_sigmoid import configuration, masks, parameters
+from hf_sigmoid import configuration, masks, parameters, support
 from hf_sigmoid.attention import attention
 from hf_sigmoid.configuration import sub_configs
 from hf_sigmoid.parameters import FUNCTIONS, HOLDER, LogLength
+
+# An attribute of a model: the functions that its sub-configs named when it was begun.
+REQUESTED = "_hf_sigmoid_requested"
 
 # The releases on which the whole test suite passes (`make test-versions`): lowest and newest.
 TESTED = {"transformers": ("5.24", "5.24"), "torch": ("2.13", "2.14")}
@@ -54,6 +57,8 @@ def register() -> None:
             )
         else:
             setattr(target, name, functools.wraps(original)(wrap(original)))
+    names = PreTrainedConfig._attn_implementation
+    PreTrainedConfig._attn_implementation = property(names.fget, _wrap_name(names.fset))
     for function in FUNCTIONS:
         AttentionInterface.register(function, functools.partial(attention, function))
         AttentionMaskInterface.register(function, masks.interval_mask)
@@ -71,10 +76,23 @@ def _check_versions() -> None:
             )
 
 
+def _wrap_name(original):
+    """A dict that gives one of our names to a part that is none would be ignored."""
+
+    def _attn_implementation(self, value):
+        support.check_parts(self, value)
+        original(self, value)
+
+    return _attn_implementation
+
+
 def _wrap_check(original):
     """The config's function if none is asked for; a warning if another one is."""
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+        # While it is built a part may give its sub-configs other names (a backbone its own).
+        if kwargs.get("is_init_check"):
+            self.__dict__[REQUESTED] = support.wishes(self.config)
         configuration.forget_default(self, attn_implementation)
         section = getattr(self.config, "hf_sigmoid", None)
         if section:
@@ -93,13 +111,35 @@ def _wrap_check(original):
     return _check_and_adjust_attn_implementation
 
 
+def _wrap_set(original):
+    """All parts are checked, also those that transformers skips; a refusal changes nothing."""
+
+    def set_attn_implementation(self, attn_implementation, *args, **kwargs):
+        if not support.names_ours(attn_implementation):
+            return original(self, attn_implementation, *args, **kwargs)
+        support.check_parts(self.config, attn_implementation)
+        own = attn_implementation
+        if isinstance(own, dict):
+            own = own.get("", self.config._attn_implementation)
+        if own in FUNCTIONS:
+            support.check_class(type(self), self.config, own)
+        with support.unchanged_on_error(self):
+            original(self, attn_implementation, *args, **kwargs)
+            requested = (
+                None if isinstance(attn_implementation, str) else support.wishes(self.config)
+            )
+            support.check_model(self, requested)
+
+    return set_attn_implementation
+
+
 def _wrap_get_correct(original):
     """Refuse a model that would accept the name and run softmax; give the others their section."""
 
     def get_correct_attn_implementation(self, requested_attention, is_init_check=False):
         configuration.forget_default(self, requested_attention)
         if requested_attention in FUNCTIONS:
-            configuration.check_supported(type(self), self.config, requested_attention)
+            support.check_class(type(self), self.config, requested_attention)
             if not getattr(self.config, "hf_sigmoid", None):
                 configuration.make_default_section(self.config, requested_attention)
             if not is_init_check:  # set_attn_implementation on a finished model
@@ -111,10 +151,17 @@ def _wrap_get_correct(original):
 
 
 def _wrap_post_init(original):
-    """Holders must exist before weights load."""
+    """Holders must exist before weights load, and a refusal should come before them."""
 
     def post_init(self):
         parameters.attach(self)
+        # The whole model is checked once, when its outermost part is complete.
+        if support.uses_ours(self) and not support.is_part(self):
+            try:
+                support.check_model(self, self.__dict__.pop(REQUESTED, {}))
+            except support.Unsupported:
+                configuration.forget_default(self, "softmax")
+                raise
         original(self)
         _finish(self)
 
@@ -256,6 +303,12 @@ WRAPS = [
         "_finalize_model_loading",
         _wrap_finalize,
         ["model", "load_config", "loading_info"],
+    ),
+    (
+        PreTrainedModel,
+        "set_attn_implementation",
+        _wrap_set,
+        ["self", "attn_implementation"],
     ),
     (PreTrainedModel, "save_pretrained", _wrap_save, ["self", "save_directory"]),
     (

@@ -56,7 +56,6 @@ def _convert(function: str) -> None:
     if (target / "config.json").exists():
         return
     options = ["--window", str(WINDOW), "--windows", str(WINDOWS)]
-    options += ["--query"] if function == "sigmoid" else []
     _run("2/4", "hf-sigmoid", "convert", "smollm2", str(target), "--to", function, *options)
 
 
@@ -91,7 +90,7 @@ def _print_table(after: dict[str, float], summary: dict) -> None:
     for (name, trained), model in zip(after.items(), summary["models"], strict=True):
         converted = trained
         if name in FUNCTIONS:
-            report = json.loads((OUT / name / "conversion.json").read_text())
+            report = json.loads((OUT / name / "report.json").read_text())
             converted = report["perplexity_after"]
         cells = model["lengths"]
         found = f"{sum(cell['correct'] for cell in cells)}/{sum(cell['n'] for cell in cells)}"

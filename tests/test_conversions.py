@@ -1,11 +1,13 @@
 """Conversions: ssmax starts as the identity, sigmoid near the softmax, bad input writes nothing."""
 
 import json
+import math
 import shutil
 
 import pytest
 import tiny_models
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -18,9 +20,21 @@ from transformers import (
 
 import hf_sigmoid
 from hf_sigmoid import text
-from hf_sigmoid.conversions import calibrate, checkpoint, convert, perplexity, token_windows
+from hf_sigmoid.conversions import (
+    Plan,
+    apply,
+    calibrate,
+    checkpoint,
+    convert,
+    perplexity,
+    plan,
+    revert,
+    token_windows,
+)  # fmt: skip
 from hf_sigmoid.conversions.__main__ import main
+from hf_sigmoid.conversions.calibrate import layer_errors
 from hf_sigmoid.conversions.convert import to_sigmoid
+from hf_sigmoid.conversions.plan import parse_layers
 
 SMALL = {"window": 32, "windows": 6, "progress": False}
 
@@ -68,7 +82,7 @@ def test_ssmax_starts_as_the_identity_to_the_last_bit(source, tmp_path):
     before, after = (logits(p, ids, attention_mask=padding) for p in (source, tmp_path / "out"))
     torch.testing.assert_close(before[padding.bool()], after[padding.bool()], atol=1e-5, rtol=1e-5)
     assert report["perplexity_before"] == report["perplexity_after"]
-    assert json.loads((tmp_path / "out" / "conversion.json").read_text()) == report
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     holders = {name: t for name, t in tensors.items() if "log_length" in name}
     assert len(holders) == 4
@@ -78,9 +92,9 @@ def test_ssmax_starts_as_the_identity_to_the_last_bit(source, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab")["input_ids"]
 
 
-@pytest.mark.parametrize("query", [False, True])
-def test_sigmoid_starts_from_the_fit(source, tmp_path, query):
-    report = convert(source, tmp_path / "out", "sigmoid", query=query, **SMALL)
+@pytest.mark.parametrize("init", ["calibrated", "calibrated-query"])
+def test_sigmoid_starts_from_the_fit(source, tmp_path, init):
+    report = convert(source, tmp_path / "out", "sigmoid", init=init, **SMALL)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.config._attn_implementation == "sigmoid"
     # Nearer to the softmax model than the bias that knows nothing of it.
@@ -91,7 +105,7 @@ def test_sigmoid_starts_from_the_fit(source, tmp_path, query):
         near, far = ((model(ids).logits - softmax).square().mean() for model in (loaded, untold))
     assert 0 < near < far
     assert perplexity(loaded, ids, progress=False) == pytest.approx(report["perplexity_after"])
-    assert set(report["residual_nats"]) == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
+    assert set(report["modules"]) == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
 
 
 def test_calibration_is_least_squares_on_the_log_sum_exp(source):
@@ -149,6 +163,235 @@ def test_layers_that_are_not_named_stay_softmax(source, tmp_path):
     assert len(names) == 2 and all("layers.1." in name for name in names)
 
 
+def test_the_default_start_is_the_better_one_on_held_out_text(source, tmp_path):
+    report = convert(source, tmp_path / "out", "sigmoid", **SMALL)
+    starts = report["perplexity_of_starts"]
+    assert set(starts) == {"calibrated-query", "calibrated"}
+    assert report["plan"]["init"] == min(starts, key=starts.get)
+    assert report["perplexity_after"] == pytest.approx(min(starts.values()))
+    untold = convert(source, tmp_path / "plain", "sigmoid", init="minus-log-n", **SMALL)
+    assert untold["perplexity_after"] > report["perplexity_after"]
+
+
+def test_ssmax_starts_say_what_they_are(source, tmp_path):
+    convert(source, tmp_path / "paper", "ssmax", init="paper", **SMALL)
+    paper = AutoModelForCausalLM.from_pretrained(tmp_path / "paper")
+    mean = sum(math.log(n) for n in range(1, 65)) / 64
+    holder = paper.model.layers[0].self_attn.log_length
+    assert holder.slope.tolist() == pytest.approx([1 / mean] * 4)
+    assert holder.offset.tolist() == [0.0] * 4
+
+    report = convert(source, tmp_path / "anchored", "ssmax", init="anchored:32", **SMALL)
+    assert max(report["largest_logit_difference"].values()) < 1e-5  # windows of 32 tokens
+    holder = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "anchored")
+        .model.layers[0]
+        .self_attn.log_length
+    )
+    n = torch.tensor([1.0, 31.0, 32.0, 64.0, 1024.0])
+    rows = holder(n.log().view(1, 1, -1), torch.zeros(1, 4, 5, 8))
+    expected = torch.tensor([1.0, 1.0, 1.0, math.log(64, 32), math.log(1024, 32)])
+    torch.testing.assert_close(rows[0, 0], expected)
+    assert logits(tmp_path / "anchored", torch.randint(0, 256, (1, 64))).isfinite().all()
+
+
+def test_a_plan_is_data_and_changes_nothing(source):
+    model = AutoModelForCausalLM.from_pretrained(source)
+    made = plan(model, "sigmoid", layers=[1])
+    assert not hasattr(model.config, "hf_sigmoid") and model.config._attn_implementation == "sdpa"
+    assert Plan.from_json(made.to_json()) == made
+    assert made.converted == ("model.layers.1.self_attn",) and len(made.kept) == 1
+    assert made.numbers == 4 * (2 + 8)  # heads times offset, slope, one number a head dimension
+    assert "layers 1, 1 attention modules change, 1 stay softmax, 40 numbers" in str(made)
+    with pytest.raises(ValueError, match="needs fits of 1 modules"):
+        apply(model, made)
+    with pytest.raises(ValueError, match="another model"):
+        apply(tiny_models.build("gpt2"), made)
+    apply(model, plan(model, "ssmax", init="identity"))
+    with pytest.raises(ValueError, match="already converted to ssmax"):
+        plan(model, "sigmoid")
+
+
+@pytest.mark.parametrize(
+    ("given", "layers"), [("0-2,7", [0, 1, 2, 7]), ("0-5,!3", [0, 1, 2, 4, 5]), ("!1-2", [0, 3])]
+)
+def test_layers_are_numbers_ranges_and_exceptions(given, layers):
+    assert parse_layers(given, 4) == layers
+
+
+def test_layers_that_sigmoid_changes_most_stay_softmax(source, tmp_path):
+    whole = convert(source, tmp_path / "whole", "sigmoid", init="calibrated", **SMALL)
+    assert not whole["plan"]["kept"]
+    errors = {name: row["relative"] for name, row in whole["modules"].items()}
+    worst = max(errors, key=errors.get)
+    kept = convert(source, tmp_path / "kept", "sigmoid", init="calibrated", keep_softmax=1, **SMALL)
+    assert kept["plan"]["kept"] == [worst]
+    tensors = load_file(tmp_path / "kept" / "model.safetensors")
+    assert not any(worst in name and "log_length" in name for name in tensors)
+
+
+def test_layer_errors_are_those_of_the_modules_outputs(source):
+    """By hand: the exact bias −L gives weights that sum to 1, a hopeless one gives nothing."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    ids = token_windows(AutoTokenizer.from_pretrained(source), text.train(), 24, 4)
+    fits = calibrate(model, ids.split(2), query=True, progress=False)
+    near = layer_errors(model, fits, ids.split(2), progress=False)
+    for fit in fits.values():
+        fit.offset -= 100
+    nothing = layer_errors(model, fits, ids.split(2), progress=False)
+    for name in fits:
+        assert 0 < near[name].relative < 0.9 and 0.5 < near[name].row_sum < 1.5
+        assert nothing[name].relative == pytest.approx(1.0, abs=1e-6)
+        assert nothing[name].row_sum < 1e-6 and nothing[name].saturated == 0
+        assert 0 < fits[name].r_squared.mean() < 1
+
+
+def test_statistics_are_kept_and_used_again(source, tmp_path):
+    first = convert(source, tmp_path / "a", "sigmoid", init="calibrated", **SMALL)
+    again = convert(
+        source, tmp_path / "b", "sigmoid", init="calibrated", **SMALL,
+        stats=tmp_path / "a" / "stats.safetensors",
+    )  # fmt: skip
+    for key in ("perplexity_after", "modules", "calibration_tokens"):
+        assert first[key] == again[key]
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        model.model.norm.weight.add_(0.1)
+    model.save_pretrained(other)
+    with pytest.raises(ValueError, match="is of another model"):
+        convert(other, tmp_path / "c", "sigmoid", stats=tmp_path / "a" / "stats.safetensors",
+                window=32, windows=2, progress=False)  # fmt: skip
+
+
+def test_a_head_without_finite_statistics_is_named(source):
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[8:16] = torch.nan  # head 1
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn, head 1: .* not finite"):
+        calibrate(model, [torch.randint(0, 256, (1, 20))], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "init"), [("ssmax", "identity"), ("ssmax", "paper"), ("sigmoid", "calibrated")]
+)
+def test_revert_gives_back_the_weights_bit_for_bit(source, tmp_path, function, init):
+    convert(source, tmp_path / "out", function, init=init, **SMALL)
+    assert main(["revert", str(tmp_path / "out"), str(tmp_path / "back")]) == 0
+    original = load_file(f"{source}/model.safetensors")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert original.keys() == back.keys()
+    assert all(torch.equal(original[name], back[name]) for name in original)
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert "hf_sigmoid" not in config and "attn_implementation" not in config
+    ids = torch.randint(0, 256, (2, 20))
+    assert torch.equal(logits(source, ids), logits(tmp_path / "back", ids))
+
+
+def test_revert_of_trained_weights_needs_to_be_asked_for(source, tmp_path, capsys):
+    convert(source, tmp_path / "out", "ssmax", **SMALL)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        model.model.norm.weight.add_(0.1)
+    model.save_pretrained(tmp_path / "out")
+    command = ["revert", str(tmp_path / "out"), str(tmp_path / "back")]
+    assert main(command) == 2
+    assert "were trained since the conversion" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+    assert main([*command, "--approximate"]) == 0
+    assert "not the original" in capsys.readouterr().out
+    assert main(["revert", source, str(tmp_path / "no")]) == 2
+    assert "must be a converted one" in capsys.readouterr().err
+
+
+def test_revert_in_memory(source):
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    ids = torch.randint(0, 256, (1, 20))
+    with torch.no_grad():
+        before = model(ids).logits
+        apply(model, plan(model, "ssmax", init="paper"))
+        assert not torch.equal(model(ids).logits, before)
+        assert torch.equal(revert(model)(ids).logits, before)
+    with pytest.raises(ValueError, match="must be a converted one"):
+        revert(model)
+
+
+def test_report_and_card_say_what_was_done(source, tmp_path):
+    convert(source, tmp_path / "out", "sigmoid", init="calibrated", layers="!0", **SMALL)
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| model.layers.1.self_attn |" in report and "layers.0" not in report
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"base_model: {source}" in card and "hf-sigmoid revert out BACK" in card
+
+
+def test_too_little_disk_is_said_before_the_work(source, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ValueError, match=r"the output needs 0\.00 GB"):
+        convert(source, tmp_path / "out", "ssmax", **SMALL)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_conversion_leaves_nothing(source, tmp_path, monkeypatch):
+    from hf_sigmoid.conversions import report
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "markdown", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", "ssmax", **SMALL)
+    assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_writes_nothing_and_loads_no_weights(source, tmp_path, capsys):
+    shutil.copytree(source, tmp_path / "bare")
+    (tmp_path / "bare" / "model.safetensors").unlink()
+    options = ["--to", "sigmoid", "--layers", "!0", "--dry-run"]
+    assert main(["convert", str(tmp_path / "bare"), *options]) == 0
+    assert "layers 1, 1 attention modules change, 1 stay softmax" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+    assert main(["convert", source, "--to", "ssmax"]) == 2
+    assert "expected a folder to write, or --dry-run" in capsys.readouterr().err
+
+
+def test_inspect_and_verify_and_merge(source, tmp_path, capsys):
+    assert main(["inspect", source]) == 0
+    said = capsys.readouterr().out
+    assert "llama: softmax attention, 2 modules in layers 0-1, 4 query heads" in said
+    assert "sigmoid: yes" in said and "ssmax: yes" in said
+    convert(source, tmp_path / "out", "ssmax", **SMALL)
+    assert main(["inspect", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["attention"] == "ssmax"
+    verify = ["verify", str(tmp_path / "out"), "--against", source, "--lengths", "16", "32"]
+    assert main([*verify, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ways = {"plain", "padded", "packed", "decoded with a cache"}
+    assert set(found["largest_logit_difference"]) == ways
+    assert max(found["largest_logit_difference"].values()) < 1e-5
+    assert all(a == pytest.approx(b) for a, b in found["perplexity"].values())
+
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["log_length"])
+    adapted = get_peft_model(base, lora)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = torch.randint(0, 256, (1, 20))
+    with torch.no_grad():
+        wanted = adapted.eval()(ids).logits
+    merge = ["merge", str(tmp_path / "adapter"), str(tmp_path / "merged")]
+    assert main([*merge, "--base", str(tmp_path / "out")]) == 0
+    torch.testing.assert_close(logits(tmp_path / "merged", ids), wanted, atol=1e-4, rtol=1e-4)
+    assert main([*merge[:2], str(tmp_path / "no"), "--base", source]) == 2
+    assert "has none" in capsys.readouterr().err and not (tmp_path / "no").exists()
+
+
 def test_a_failed_identity_check_writes_nothing(source, tmp_path, monkeypatch):
     from hf_sigmoid import configuration
 
@@ -162,6 +405,7 @@ def test_a_failed_identity_check_writes_nothing(source, tmp_path, monkeypatch):
 
 
 def bad_inputs(source, tmp_path):
+    weights = f"{source}/model.safetensors"
     full = tmp_path / "full"
     full.mkdir()
     (full / "notes.txt").write_text("mine")
@@ -209,13 +453,20 @@ def bad_inputs(source, tmp_path):
         ),
         "layer": ({"layers": [5]}, "layers must be indices from 0 to 1, got 5"),
         "window": ({"window": 65}, "window must be at most the model's 64 positions, got 65"),
-        "query": ({"function": "ssmax", "query": True}, "for sigmoid only, got 'ssmax'"),
+        "start": ({"init": "identity"}, "sigmoid starts from calibrated-query, .* got 'identity'"),
+        "anchor": ({"function": "ssmax", "init": "anchored:x"}, "anchored:L needs a length L"),
+        "keep": ({"keep_softmax": 2}, "--keep-softmax must leave a layer of 2, got 2"),
+        "keep_ssmax": ({"function": "ssmax", "keep_softmax": 1}, "ranks layers for sigmoid"),
+        "all_layers_out": ({"layers": "!0-1"}, "at least one layer to convert, got none"),
+        "ranges": ({"layers": "1-0"}, "expected ranges that rise, got '1-0'"),
+        "stats": ({"stats": tmp_path / "nowhere"}, "statistics must be a file, got .*nowhere"),
+        "not_stats": ({"stats": weights}, "holds no calibration statistics|cannot be read"),
         "composite": (
             {"source": composite},
             "plain language model, got 'gemma3', which is composed",
         ),
-        "short_window": ({"window": 1}, "a window of at least 2 tokens and 1 window, got 1 and 6"),
-        "no_windows": ({"windows": 0}, "a window of at least 2 tokens and 1 window, got 32 and 0"),
+        "short_window": ({"window": 1}, "a window of at least 4 tokens and 1 window, got 1 and 6"),
+        "no_windows": ({"windows": 0}, "a window of at least 4 tokens and 1 window, got 32 and 0"),
         "no_layers": ({"layers": []}, "at least one layer to convert, got none"),
         "below_a_file": (
             {"target": full / "notes.txt" / "x"},
@@ -227,7 +478,8 @@ def bad_inputs(source, tmp_path):
 
 CASES = (
     "target", "function", "no_text", "no_words", "off_interface", "not_a_language_model",
-    "converted", "layer", "window", "query", "composite", "short_window", "no_windows", "no_layers",
+    "converted", "layer", "window", "start", "anchor", "keep", "keep_ssmax", "all_layers_out",
+    "ranges", "stats", "not_stats", "composite", "short_window", "no_windows", "no_layers",
     "below_a_file", "broken",
 )  # fmt: skip
 

@@ -98,7 +98,52 @@ def test_intervals_are_transformers_own_mask(arguments, elements):
     assert torch.equal(n.expand(count.shape), count.float())
 
 
-def test_a_mask_is_never_none():
+@given(
+    table=st.integers(1, 2).flatmap(
+        lambda B: st.integers(1, 4).flatmap(
+            lambda M: st.integers(1, 6).flatmap(
+                lambda N: st.lists(st.booleans(), min_size=B * M * N, max_size=B * M * N).map(
+                    lambda cells: torch.tensor(cells).view(B, M, N)
+                )
+            )
+        )
+    ),
+    skip=st.booleans(),
+    family=st.sampled_from([None, "doge", "nllb_moe"]),
+)
+@settings(max_examples=300)
+def test_any_mask_at_all_is_expressed_or_takes_the_dense_path(table, skip, family):
+    """Random tables, most of them with holes: what a model's attention then sees is the table."""
+    B, M, N = table.shape
+    config = None
+    if family:
+        config = type("Config", (), {"__module__": f"transformers.models.{family}.configuration"})()
+    mask = masks.interval_mask(
+        B, M, N, mask_function=lambda b, h, q, k: table[b, q, k], config=config,
+        allow_is_bidirectional_skip=skip and bool(table.all()),
+    )  # fmt: skip
+    visible, is_causal, bias, count = masks.visible_keys(mask, M, N, False, torch.device("cpu"))
+    assert not is_causal and (bias is None or not bias.any())
+    seen = torch.ones(B, 1, M, N, dtype=torch.bool)
+    if visible is not None:
+        seen = dense(visible, N) if masks.is_intervals(visible) else visible
+    assert torch.equal(seen.expand(B, 1, M, N)[:, 0], table)
+    assert torch.equal(count.expand(B, 1, M)[:, 0], table.sum(-1).float())
+
+
+def test_a_mask_is_left_out_only_where_nothing_is_hidden_and_the_model_allows_it():
+    full = {"mask_function": mu.bidirectional_mask_function, "allow_is_bidirectional_skip": True}
+    assert masks.interval_mask(1, 3, 3, **full) is None
+    assert masks.interval_mask(1, 3, 3, **full, attention_mask=torch.ones(1, 3).bool()) is None
+    padding = torch.tensor([[True, True, False]])
+    assert masks.interval_mask(1, 3, 3, **full, attention_mask=padding) is not None
+    assert masks.interval_mask(1, 3, 3, **full, local_size=2) is not None
+    # A decoder that its config makes bidirectional: what None means there is "causal".
+    decoder = type("Config", (), {"is_causal": False})()
+    assert masks.interval_mask(1, 3, 3, **full, config=decoder).tolist() == [[[[0, 3]] * 3]]
+
+
+def test_a_causal_mask_is_never_none():
     """transformers' own None means causal or not by a flag of the module, and upper-left."""
     assert masks.interval_mask(1, 3, 3).tolist() == [[[[0, 1], [0, 2], [0, 3]]]]
     assert masks.interval_mask(1, 3, 3, attention_mask=torch.ones(1, 3).bool()) is not None

@@ -316,11 +316,7 @@ def test_continuous_batching_equals_generate(function):
 def test_layers_that_stay_softmax_are_softmax():
     softmax = tiny_models.build("llama")
     model = tiny_models.build("llama")
-    hf_sigmoid.configure(model, "sigmoid", layers=[])
     ids = tiny_models.tokens()
-    assert torch.equal(
-        tiny_models.output(model, input_ids=ids), tiny_models.output(softmax, input_ids=ids)
-    )
     hf_sigmoid.configure(model, "sigmoid", layers=[1])
     hidden = []
     for each in (softmax, model):
@@ -330,18 +326,27 @@ def test_layers_that_stay_softmax_are_softmax():
 
 
 @every_function
-@pytest.mark.parametrize("name", ["BigBirdPegasus", "PegasusX", "Bart"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BigBirdPegasusForCausalLM",
+        "NllbMoeForConditionalGeneration",
+        "BartForConditionalGeneration",
+    ],
+)
 def test_decoders_that_call_themselves_not_causal_see_no_future(function, name):
     """Their modules' `is_causal` is False: transformers runs the first two in eager mode."""
     import transformers
 
     sizes = {
-        "vocab_size": 99, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2,
+        "vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
         "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48, "max_position_embeddings": 64, "attention_type": "original_full",
+        "decoder_ffn_dim": 48, "max_position_embeddings": 64, "num_experts": 2,
+        "decoder_sparse_step": 0, "encoder_sparse_step": 0,
+        "is_encoder_decoder": "Causal" not in name,
     }  # fmt: skip
-    config = getattr(transformers, f"{name}Config")(**sizes)
-    cls = getattr(transformers, f"{name}ForConditionalGeneration")
+    cls = getattr(transformers, name)
+    config = cls.config_class(**sizes)
     results = {}
     for implementation in ("eager", function):
         torch.manual_seed(0)
@@ -349,8 +354,9 @@ def test_decoders_that_call_themselves_not_causal_see_no_future(function, name):
         ids = tiny_models.tokens()
         changed = ids.clone()
         changed[:, -1] = 50
+        fixed = {} if "Causal" in name else {"input_ids": ids}
         pair = [
-            tiny_models.output(model, input_ids=ids, decoder_input_ids=each)
+            tiny_models.output(model, **{**fixed, f"{'decoder_' * bool(fixed)}input_ids": each})
             for each in (ids, changed)
         ]
         assert torch.equal(pair[0][:, :-1], pair[1][:, :-1]), implementation
@@ -360,11 +366,35 @@ def test_decoders_that_call_themselves_not_causal_see_no_future(function, name):
 
 
 @every_function
+@pytest.mark.parametrize("form", ["none", "intervals", "bool", "additive"])
+def test_sparse_indices_narrow_every_form_of_mask(function, form):
+    """What DeepSeek's indexer selects: keys that are selected and visible, and n counts both."""
+    module = torch.nn.Module()
+    module.is_causal = True
+    q, k, v = torch.randn(3, 2, 2, 6, 4)
+    indices = torch.stack([torch.randperm(6)[:3] for _ in range(12)]).view(2, 6, 3)
+    causal = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6)
+    intervals = torch.stack([torch.zeros(6), torch.arange(1, 7)], -1).int().expand(2, 1, 6, 2)
+    mask = {
+        "none": None, "intervals": intervals, "bool": causal,
+        "additive": torch.zeros(2, 1, 6, 6).masked_fill(~causal, torch.finfo(torch.float32).min),
+    }[form]  # fmt: skip
+    selected = torch.zeros(2, 1, 6, 6, dtype=torch.bool)
+    for row in range(2):
+        for query in range(6):
+            selected[row, 0, query, indices[row, query]] = True
+    given, _ = registration.attention(function, module, q, k, v, mask, indices=indices)
+    dense, _ = registration.attention(function, module, q, k, v, selected & causal)
+    torch.testing.assert_close(given, dense, **TOLERANCE)
+
+
+@every_function
 def test_what_cannot_be_honoured_is_refused_by_name(function):
     module = torch.nn.Module()
+    module.is_causal = True
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match="`indices`"):
-        registration.attention(function, module, q, q, q, None, indices=torch.zeros(1))
+    with pytest.raises(hf_sigmoid.Unsupported, match="`block_indices`"):
+        registration.attention(function, module, q, q, q, None, block_indices=torch.zeros(1))
     sinks = torch.zeros(2)
     if function == "sigmoid":
         with pytest.raises(ValueError, match="sinks"):

@@ -40,6 +40,30 @@ def test_registration_follows_the_model_classes_in_any_order_and_only_once():
     run("import hf_sigmoid, importlib\nimportlib.reload(hf_sigmoid)\n" + check)
 
 
+def test_looking_for_the_model_classes_or_failing_to_load_them_loses_nothing():
+    run(
+        "import hf_sigmoid, importlib.util\n"
+        "importlib.util.find_spec('transformers.modeling_utils')\n"
+        "from transformers import AttentionInterface, PreTrainedModel\n"
+        "assert 'sigmoid' in AttentionInterface._global_mapping\n"
+    )
+    run(
+        "import hf_sigmoid, sys\n"
+        "sys.modules['torch'] = None\n"
+        "try:\n    import transformers.modeling_utils\n"
+        "except ImportError: del sys.modules['torch']\n"
+        "for name in [m for m in sys.modules if 'transformers' in m]: del sys.modules[name]\n"
+        "from transformers import AttentionInterface, PreTrainedModel\n"
+        "assert 'sigmoid' in AttentionInterface._global_mapping\n"
+    )
+    run(
+        "import hf_sigmoid, sys\n"
+        "sys.modules['peft'] = sys.modules['accelerate'] = None\n"
+        "from transformers import AttentionInterface, PreTrainedModel\n"
+        "assert 'sigmoid' in AttentionInterface._global_mapping\n"
+    )
+
+
 def test_every_module_can_be_imported_first():
     for path in (ROOT / "hf_sigmoid").glob("*.py"):
         name = f"hf_sigmoid.{path.stem}"

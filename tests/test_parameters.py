@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
@@ -26,7 +27,7 @@ from transformers import (
 )
 
 import hf_sigmoid
-from hf_sigmoid import configuration, parameters
+from hf_sigmoid import parameters, support
 
 FUNCTIONS = ("sigmoid", "ssmax")
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
@@ -219,21 +220,17 @@ def test_a_model_off_the_interface_is_refused_by_name(config, function):
             hf_sigmoid.configure(AutoModelForCausalLM.from_config(config(**sizes)), function)
 
 
-def test_a_model_that_adds_to_an_additive_mask_is_refused():
-    with pytest.raises(ValueError, match="deepseek_v4 adds its own block bias"):
-        configuration.refuse_own_masks(AutoConfig.for_model("deepseek_v4"), "ssmax")
-    config = AutoConfig.for_model("deepseek_v4")
-    with pytest.raises(ValueError, match="deepseek_v4 adds its own block bias"):
-        hf_sigmoid.configure(config, "sigmoid")
-    assert not hasattr(config, "hf_sigmoid")
+def test_a_model_that_turns_its_mask_around_is_refused():
+    with pytest.raises(hf_sigmoid.Unsupported, match="gemma4_assistant turns its attention mask"):
+        support.refuse_own_masks(SimpleNamespace(model_type="gemma4_assistant"), "ssmax")
 
 
 def test_ssmax_does_not_scale_twice():
     config = Llama4TextConfig(attn_temperature_tuning=True)
     with pytest.raises(ValueError, match=r"llama4_text already scales.*attn_temperature_tuning"):
-        configuration.refuse_scaled_twice(config, "ssmax")
+        support.refuse_scaled_twice(config, "ssmax")
     config.attn_temperature_tuning = False
-    configuration.refuse_scaled_twice(config, "ssmax")
+    support.refuse_scaled_twice(config, "ssmax")
 
 
 def checkpoint(folder, function="ssmax"):

@@ -1,0 +1,188 @@
+"""What a conversion will do, as data: made without touching the model, printed, saved, applied."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from transformers import PreTrainedModel
+
+from hf_sigmoid import configuration, parameters, support
+
+# The first of each is the default.
+STARTS = {
+    "ssmax": ("identity", "paper", "anchored:L"),
+    "sigmoid": ("calibrated-query", "calibrated", "minus-log-n"),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which attention modules become which function, and what their row numbers start from.
+
+    ssmax, c_m = β + γ log n_m:
+        identity      β 1, γ 0: the softmax model, to the last bit
+        paper         β 0, γ 1 / mean of log n (Nakanishi 2025)
+        anchored:L    c_m = 1 up to n = L, then log n / log L
+    sigmoid, b_m = β + γ log n_m (+ w·q_m):
+        minus-log-n       β 0, γ −1 (Ramapuram et al. 2024)
+        calibrated        β and γ of every head fitted to its rows' log-sum-exp
+        calibrated-query  and w, linear in the query
+    """
+
+    function: str
+    init: str
+    layers: tuple[int, ...] | None  # None: all
+    model_type: str
+    converted: tuple[str, ...]  # names of attention modules in the model
+    kept: tuple[str, ...]  # those that stay softmax
+    numbers: int  # parameters that are added
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        fields = json.loads(text)
+        lists = ("layers", "converted", "kept")
+        return cls(
+            **{k: tuple(v) if k in lists and v is not None else v for k, v in fields.items()}
+        )
+
+    def __str__(self) -> str:
+        layers = "all layers" if self.layers is None else f"layers {ranges(self.layers)}"
+        kept = f", {len(self.kept)} stay softmax" if self.kept else ""
+        return (
+            f"{self.model_type} to {self.function} from {self.init!r}: {layers}, "
+            f"{len(self.converted)} attention modules change{kept}, {self.numbers} numbers are "
+            "added"
+        )
+
+
+def plan(
+    model: PreTrainedModel,
+    function: str,
+    *,
+    layers: Sequence[int] | None = None,
+    init: str | None = None,
+) -> Plan:
+    """Plan a conversion. The model may be on the meta device; it is not changed.
+
+    Args:
+        function: "ssmax" or "sigmoid".
+        layers: indices of the layers to convert; None converts all.
+        init: one of `STARTS`, the first if None.
+
+    Raises:
+        ValueError: an unknown function or start, a layer that does not exist, a model that is
+            converted already or cannot be.
+    """
+    if function not in STARTS:
+        raise ValueError(f"--to must be one of {', '.join(STARTS)}, got {function!r}")
+    init = STARTS[function][0] if init is None else init
+    check_init(function, init)
+    config = model.config
+    if parts := configuration.sub_configs(config):
+        raise ValueError(
+            f"the model must be a plain language model, got {config.model_type!r}, "
+            f"which is composed of {', '.join(parts)}"
+        )
+    if section := getattr(config, "hf_sigmoid", None):
+        raise ValueError(
+            f"the model must run softmax, got one already converted to {section['function']}"
+        )
+    support.check_softmax_model(model, function)
+    if layers is not None:
+        if not layers:
+            raise ValueError("expected at least one layer to convert, got none")
+        layers = tuple(configuration.check_layers(layers, config))
+    converted, kept, numbers = [], [], 0
+    for name, module in parameters.attention_modules(model):
+        if layers is not None and parameters.layer_index(name, module) not in layers:
+            kept.append(name)
+            continue
+        converted.append(name)
+        with_query = init == "calibrated-query"
+        width = 2 + (parameters.head_dim(module) or 0 if with_query else 0)
+        numbers += parameters.head_count(module) * width
+    return Plan(function, init, layers, config.model_type, tuple(converted), tuple(kept), numbers)
+
+
+def apply(model: PreTrainedModel, plan: Plan, fits: dict | None = None) -> None:
+    """Convert a model in place as planned; `fits` (`calibrate`) for a calibrated start.
+
+    Raises:
+        ValueError: a plan of another model, or a calibrated start without fits of its modules.
+    """
+    names = {name for name, _ in parameters.attention_modules(model)}
+    if names != {*plan.converted, *plan.kept}:
+        raise ValueError(f"the plan is of another model than this {type(model).__name__}")
+    calibrated = plan.init.startswith("calibrated")
+    if calibrated and (fits is None or not set(plan.converted) <= fits.keys()):
+        raise ValueError(f"the start {plan.init!r} needs fits of {len(plan.converted)} modules")
+    with_query = plan.init == "calibrated-query"
+    numbers: dict = {}
+    if plan.init == "paper":
+        numbers = {"offset": 0.0, "slope": "paper"}
+    elif plan.init.startswith("anchored:"):
+        anchor = check_init(plan.function, plan.init)
+        numbers = {"offset": 1.0, "slope": 1 / math.log(anchor), "anchor": anchor}
+    configuration.configure(
+        model, plan.function, learn=True, query=with_query, layers=plan.layers, **numbers
+    )
+    if not calibrated:
+        return
+    for name, module in parameters.holders(model):
+        holder = module.log_length
+        if holder.function != "softmax":
+            fits[name].copy_to(holder)
+
+
+def check_init(function: str, init: str) -> int | None:
+    """The length L of "anchored:L", else None; ValueError if it is no start of this function."""
+    starts = STARTS[function]
+    name, _, length = init.partition(":")
+    if name == "anchored" and function == "ssmax":
+        if not length.isdigit() or int(length) < 2:
+            raise ValueError(f"anchored:L needs a length L of at least 2 keys, got {init!r}")
+        return int(length)
+    if init not in starts:
+        raise ValueError(f"{function} starts from {', '.join(starts)}, got {init!r}")
+    return None
+
+
+def parse_layers(given: str, count: int | None = None) -> list[int]:
+    """ "0-15,!3" -> layers 0 to 15 without 3. "!3" alone needs the `count` of all layers.
+
+    Raises:
+        ValueError: not numbers and ranges.
+    """
+    chosen: set[int] | None = None
+    left_out: set[int] = set()
+    for part in given.split(","):
+        first, _, last = part.removeprefix("!").partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise ValueError(f"expected numbers and ranges as 0-15,!3, got {given!r}")
+        if last and int(last) < int(first):
+            raise ValueError(f"expected ranges that rise, got {part!r}")
+        span = range(int(first), int(last or first) + 1)
+        if part.startswith("!"):
+            left_out.update(span)
+        else:
+            chosen = (chosen or set()) | set(span)
+    if chosen is None:
+        if count is None:
+            raise ValueError(f"expected layers to convert beside those left out, got {given!r}")
+        chosen = set(range(count))
+    return sorted(chosen - left_out)
+
+
+def ranges(layers: Sequence[int]) -> str:
+    """[0, 1, 2, 7] -> "0-2,7" """
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and layer == parts[-1][1] + 1:
+            parts[-1][1] = layer
+        else:
+            parts.append([layer, layer])
+    return ",".join(f"{a}-{b}" if a != b else f"{a}" for a, b in parts)

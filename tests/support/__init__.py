@@ -1,0 +1,1 @@
+"""`python -m support`: every model class of transformers, tiny and random, under both functions."""
