@@ -30,7 +30,7 @@ REPRESENTATIVE = (
     "deepseek_v3",  # MLA
     "deepseek_v32",  # sparse indices
     "qwen3_next",  # linear and full layers
-    "qwen2_vl_vision",  # packed images
+    "qwen2_5_vl_vision",  # packed images
     "opt",
     "gpt2",
     "bert",

@@ -6,6 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 STATUSES = ("right", "wrong", "refused", "not_built")
+# Reasons of models without a module on transformers' attention interface.
+OFF = ("does not go through transformers' attention interface", "has no attention that goes")
 EXPLAINED = {
     "equals_eager": "forward and every gradient equal the model's own eager attention, in which "
     "the softmax of each row was replaced by the function's formula",
@@ -37,9 +39,13 @@ def line(row: dict) -> str:
 def totals(rows: list[dict]) -> str:
     lines = []
     for backend in sorted({row["backend"] for row in rows}):
-        count = Counter(row["status"] for row in rows if row["backend"] == backend)
+        own = [row for row in rows if row["backend"] == backend]
+        count = Counter(row["status"] for row in own)
         counts = ", ".join(f"{count[status]} {status}" for status in STATUSES)
-        lines.append(f"{backend}: {sum(count.values())} model types, {counts}")
+        outside = sum(any(sign in row["reason"] for sign in OFF) for row in own)
+        lines.append(
+            f"{backend}: {len(own)} model types, {len(own) - outside} on the interface; {counts}"
+        )
     return "\n".join(lines)
 
 
