@@ -21,9 +21,9 @@ def runs(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
     padding[0, : T // 4] = 0
     padded = model(ids, attention_mask=padding, use_cache=False).logits
     first = model(ids[:, :cut], use_cache=True)
-    cache, decoded = first.past_key_values, [first.logits]
+    decoded = [first.logits]
     for position in range(cut, T):
-        step = model(ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+        step = model(ids[:, position : position + 1], cache=first.cache, use_cache=True)
         decoded.append(step.logits)
     found = {
         "plain": model(ids, use_cache=False).logits.flatten(0, 1),
