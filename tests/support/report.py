@@ -25,7 +25,8 @@ EXPLAINED = {
     "generate_beams": "beam search",
     "generate_assisted": "assisted decoding",
     "continuous_batching": "`generate_batch` equals `generate`",
-    "compile": "`torch.compile(fullgraph=True)` of the forward pass",
+    "compile": "`torch.compile(fullgraph=True)` of the forward pass: one graph, run by "
+    "`backend='eager'`",
 }
 
 
