@@ -219,3 +219,45 @@ def test_compiled_masks_with_holes_are_an_error_and_not_a_wrong_answer():
     assert fine[0, 0].tolist() == [[0, 0], [1, 2], [1, 3], [1, 4]]
     with pytest.raises(RuntimeError, match="contiguous"):
         compiled(torch.tensor([[True, False, True, True]]))
+
+
+@pytest.mark.parametrize("hidden", [-10000.0, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whatever_number_hides_a_key_it_is_not_counted(hidden, dtype):
+    """Some models write −10000 for the lowest number; bfloat16 makes −9984 of it."""
+    mask = torch.tensor([[[[0.0, 1.5, hidden]]]]).to(dtype)
+    visible, _, bias, count = masks.visible_keys(mask, 1, 3, False, torch.device("cpu"))
+    assert visible.tolist() == [[[[True, True, False]]]] and count.item() == 2
+    assert bias.tolist() == [[[[0.0, 1.5, 0.0]]]]
+
+
+def test_lengths_by_kind_of_layer_are_those_of_the_layer():
+    """Continuous batching gives them all to a layer that takes its keys from another (gemma3n)."""
+    from hf_sigmoid import registration
+
+    module = torch.nn.Module()
+    module.layer_type = "sliding_attention"
+    q = torch.randn(1, 2, 5, 4)
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    given = {"full_attention": torch.tensor([0, 1, 5]), "sliding_attention": ends}
+    options = {"cu_seq_lens_q": ends, "is_causal": True}
+    ours, _ = registration.attention(
+        "sigmoid", module, q, q, q, None, cu_seq_lens_k=given, **options
+    )
+    right, _ = registration.attention(
+        "sigmoid", module, q, q, q, None, cu_seq_lens_k=ends, **options
+    )
+    assert torch.equal(ours, right)
+    module.layer_type = "chunked_attention"
+    with pytest.raises(ValueError, match="continuous batching is not supported"):
+        registration.attention("sigmoid", module, q, q, q, None, cu_seq_lens_k=given, **options)
+
+
+def test_no_mask_and_no_flag_hides_nothing():
+    """mllama's cross-attention: its eager function hides no key either."""
+    from hf_sigmoid import reference, registration
+
+    q, k, v = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4)
+    ours, _ = registration.attention("ssmax", torch.nn.Module(), q, k, v, None)
+    right, _ = reference.ssmax_attention(q, k, v)
+    torch.testing.assert_close(ours, right.transpose(1, 2))
