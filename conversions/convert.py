@@ -19,13 +19,13 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_sigmoid import configuration, parameters, support, text
+from hf_sigmoid import parameters, support, text
 from hf_sigmoid.conversions import report as reports
 from hf_sigmoid.conversions import statistics
 from hf_sigmoid.conversions.calibrate import Fit, collect, layer_errors, solve
 from hf_sigmoid.conversions.compare import perplexity, token_windows
 from hf_sigmoid.conversions.embedded import checkpoint
-from hf_sigmoid.conversions.plan import Plan, apply, check_init, parse_layers, plan
+from hf_sigmoid.conversions.plan import Plan, apply, check_config, check_init, parse_layers, plan
 from hf_sigmoid.conversions.revert import REPORT, check_untrained, fingerprint, revert
 from hf_sigmoid.conversions.verify import differences, runs
 
@@ -215,15 +215,6 @@ def merge_adapter(adapter: str | Path, base: str | Path, target: str | Path) -> 
         tokenizer.save_pretrained(folder)
 
 
-def to_sigmoid(
-    model: PreTrainedModel, fits: dict[str, Fit], layers: Sequence[int] | None = None
-) -> None:
-    """Switch a softmax model to sigmoid attention; the fitted row numbers are trainable."""
-    query = next(iter(fits.values())).query is not None
-    init = "calibrated-query" if query else "calibrated"
-    apply(model, plan(model, "sigmoid", layers=layers, init=init), fits)
-
-
 def _choose(model, chosen: Plan, sums, init: str | None, ids, report: dict, progress: bool):
     """Fits of the planned start; of the better one on held-out text if none was asked for."""
     if init == "minus-log-n":
@@ -303,27 +294,14 @@ def check_arguments(
 
 def check_source(config, function: str, layers: Sequence[int] | str | None) -> Sequence[int] | None:
     """Everything that can be said against a model from its config; the layers as numbers."""
-    if parts := configuration.sub_configs(config):
-        raise ValueError(
-            f"the model must be a plain language model, got {config.model_type!r}, "
-            f"which is composed of {', '.join(parts)}"
-        )
-    if getattr(config, "hf_sigmoid", None):
-        raise ValueError(
-            "the model must run softmax, got one already converted to "
-            f"{config.hf_sigmoid['function']}"
-        )
+    if isinstance(layers, str):
+        layers = parse_layers(layers, getattr(config, "num_hidden_layers", None))
+    layers = check_config(config, layers)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(
             f"the model must be a causal language model, got model type {config.model_type!r}"
         )
     support.check_class(AutoModelForCausalLM._model_mapping[type(config)], config, function)
-    if isinstance(layers, str):
-        layers = parse_layers(layers, getattr(config, "num_hidden_layers", None))
-    if layers is not None:
-        if not layers:
-            raise ValueError("expected at least one layer to convert, got none")
-        configuration.check_layers(layers, config)
     return layers
 
 

@@ -82,20 +82,8 @@ def plan(
     init = STARTS[function][0] if init is None else init
     check_init(function, init)
     config = model.config
-    if parts := configuration.sub_configs(config):
-        raise ValueError(
-            f"the model must be a plain language model, got {config.model_type!r}, "
-            f"which is composed of {', '.join(parts)}"
-        )
-    if section := getattr(config, "hf_sigmoid", None):
-        raise ValueError(
-            f"the model must run softmax, got one already converted to {section['function']}"
-        )
+    layers = check_config(config, layers)
     support.check_softmax_model(model, function)
-    if layers is not None:
-        if not layers:
-            raise ValueError("expected at least one layer to convert, got none")
-        layers = tuple(configuration.check_layers(layers, config))
     converted, kept, numbers = [], [], 0
     for name, module in parameters.attention_modules(model):
         if layers is not None and parameters.layer_index(name, module) not in layers:
@@ -106,6 +94,24 @@ def plan(
         width = 2 + (parameters.head_dim(module) or 0 if with_query else 0)
         numbers += parameters.head_count(module) * width
     return Plan(function, init, layers, config.model_type, tuple(converted), tuple(kept), numbers)
+
+
+def check_config(config, layers: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The layers, sorted; ValueError for a composite or converted model, or no such layer."""
+    if parts := parameters.sub_configs(config):
+        raise ValueError(
+            f"the model must be a plain language model, got {config.model_type!r}, "
+            f"which is composed of {', '.join(parts)}"
+        )
+    if section := getattr(config, "hf_sigmoid", None):
+        raise ValueError(
+            f"the model must run softmax, got one already converted to {section['function']}"
+        )
+    if layers is None:
+        return None
+    if not layers:
+        raise ValueError("expected at least one layer to convert, got none")
+    return tuple(configuration.check_layers(layers, config))
 
 
 def apply(model: PreTrainedModel, plan: Plan, fits: dict | None = None) -> None:

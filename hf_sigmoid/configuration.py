@@ -27,7 +27,7 @@ from hf_sigmoid.parameters import (
     holders,
     sub_configs,
 )
-from hf_sigmoid.support import check_class, check_model, unchanged_on_error
+from hf_sigmoid.support import check_class, unchanged_on_error
 
 if TYPE_CHECKING:  # at run time it would register the plugin, which needs this module complete
     from transformers.modeling_utils import PreTrainedModel
@@ -137,8 +137,7 @@ def configure(
         for each in _configs(config, model):
             each.hf_sigmoid = Section(section)
         attach(model)
-        model.set_attn_implementation(function)
-        check_model(model)
+        model.set_attn_implementation(function)  # which checks the whole model
 
 
 def _refuse_wrapped(model: "PreTrainedModel | None") -> None:

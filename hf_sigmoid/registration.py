@@ -155,10 +155,11 @@ def _wrap_post_init(original):
 
     def post_init(self):
         parameters.attach(self)
-        # The whole model is checked once, when its outermost part is complete.
-        if support.uses_ours(self) and not support.is_part(self):
+        requested = self.__dict__.pop(REQUESTED, {})
+        # The whole model is looked at once, when its outermost part is complete.
+        if not support.is_part(self) and support.uses_ours(self):
             try:
-                support.check_model(self, self.__dict__.pop(REQUESTED, {}))
+                support.check_model(self, requested)
             except support.Unsupported:
                 configuration.forget_default(self, "softmax")
                 raise

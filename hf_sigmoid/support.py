@@ -94,7 +94,6 @@ def refuse_scaled_twice(config: PreTrainedConfig, function: str) -> None:
     if function != "ssmax":
         return
     rope = getattr(config, "rope_parameters", None) or {}
-    rope = {key: rope[key] for key in rope if key == "llama_4_scaling_beta"}
     cure = None
     if getattr(config, "attn_temperature_tuning", False):  # llama4
         cure = "set config.attn_temperature_tuning to False, or"

@@ -33,7 +33,6 @@ from hf_sigmoid.conversions import (
 )  # fmt: skip
 from hf_sigmoid.conversions.__main__ import main
 from hf_sigmoid.conversions.calibrate import layer_errors
-from hf_sigmoid.conversions.convert import to_sigmoid
 from hf_sigmoid.conversions.plan import parse_layers
 
 SMALL = {"window": 32, "windows": 6, "progress": False}
@@ -546,5 +545,5 @@ def test_real_model_ssmax_is_the_same_and_sigmoid_is_near():
 
     hf_sigmoid.configure(model, "sigmoid")
     untold = perplexity(model, held_out, progress=False)
-    to_sigmoid(revert(model), fits)
+    apply(model, plan(revert(model), "sigmoid", init="calibrated-query"), fits)
     assert before < 100 < perplexity(model, held_out, progress=False) < untold / 10
