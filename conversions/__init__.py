@@ -6,8 +6,10 @@ from hf_sigmoid.conversions.convert import convert
 from hf_sigmoid.conversions.embedded import checkpoint
 from hf_sigmoid.conversions.plan import Plan, apply, plan
 from hf_sigmoid.conversions.revert import revert
+from hf_sigmoid.conversions.training import convert_training
 
 __all__ = [
-    "Plan", "apply", "calibrate", "checkpoint", "convert", "perplexity", "plan", "revert",
+    "Plan", "apply", "calibrate", "checkpoint", "convert", "convert_training",
+    "perplexity", "plan", "revert",
     "token_windows",
 ]  # fmt: skip

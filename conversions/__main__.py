@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("model", help=model)
 
     convert = commands.add_parser(
-        "convert", help="write a converted copy of a causal language model"
+        "convert", help="write a converted copy of a model that reads text"
     )
     convert.add_argument("model", help=model)
     convert.add_argument("out", nargs="?", help=out)
@@ -46,13 +46,31 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     convert.add_argument("--layers", help="layers to convert, as 0-15,!3 (default: all)")
     convert.add_argument(
+        "--part", metavar="CONFIG",
+        help="of a composite model: the part to convert, as text_config (default: the part that "
+        "reads and writes text)",
+    )  # fmt: skip
+    convert.add_argument(
+        "--device-map", metavar="auto",
+        help="spread a model over GPUs, memory and disk meanwhile (auto, balanced, cpu, cuda:0 …)",
+    )  # fmt: skip
+    convert.add_argument(
         "--keep-softmax", type=_automatic, default=0, metavar="auto:K",
         help="sigmoid: the K layers that it would change most stay softmax",
     )  # fmt: skip
     convert.add_argument(
-        "--calibrate", metavar="TEXT", help="text file to fit sigmoid's row numbers on"
-    )
-    convert.add_argument("--evaluate", metavar="TEXT", help="text file for the perplexities")
+        "--rope", metavar="CHANGE",
+        help="ssmax: also change the RoPE by theta:F, ntk:F or yarn:F, to F times the positions",
+    )  # fmt: skip
+    text = "files, or dataset:NAME[:CONFIG[:SPLIT[:FIELD]]]"
+    convert.add_argument(
+        "--calibrate", metavar="TEXT", nargs="+",
+        help=f"text to fit sigmoid's row numbers on: {text}",
+    )  # fmt: skip
+    convert.add_argument(
+        "--evaluate", metavar="TEXT", nargs="+",
+        help=f"text for perplexities and needles: {text}",
+    )  # fmt: skip
     convert.add_argument(
         "--stats", metavar="FILE", help="stats.safetensors of an earlier conversion of this model"
     )
@@ -60,12 +78,33 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--windows", type=int, default=32, help="windows of each text (default 32)"
     )
+    convert.add_argument(
+        "--seed", type=int, help="choose the calibration windows at random (default: evenly)"
+    )
+    convert.add_argument(
+        "--lengths", type=int, nargs="+", metavar="TOKENS",
+        help="lengths to report figures of (default: powers of two up to the window)",
+    )  # fmt: skip
+    convert.add_argument(
+        "--needle", type=int, nargs="?", const=4, default=0, metavar="N",
+        help="also look for N needles (4) at each of three depths for every length",
+    )  # fmt: skip
+    convert.add_argument(
+        "--push-to-hub", metavar="USER/NAME", help="also upload what was written, when it is done"
+    )
+    convert.add_argument("--private", action="store_true", help="to a private repository")
+    convert.add_argument(
+        "--base", metavar="MODEL",
+        help="the model whose training MODEL, a folder of accelerate's save_state, comes from",
+    )  # fmt: skip
     convert.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
 
     verify = commands.add_parser("verify", help="compare a converted model with its original")
     verify.add_argument("model", help="the converted checkpoint")
     verify.add_argument("--against", required=True, metavar="MODEL", help=model)
-    verify.add_argument("--text", help="text file (default: the built-in one's held-out chapters)")
+    verify.add_argument(
+        "--text", nargs="+", help=f"{text} (default: the built-in novel's held-out chapters)"
+    )
     verify.add_argument("--lengths", type=int, nargs="+", default=[128, 512], metavar="TOKENS")
 
     revert = commands.add_parser("revert", help="write a converted checkpoint back as softmax")
@@ -74,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     revert.add_argument(
         "--approximate", action="store_true", help="also if its weights were trained since"
     )
+    revert.add_argument("--device-map", metavar="auto", help="as for convert")
 
     merge = commands.add_parser("merge", help="write a PEFT adapter and its base as one checkpoint")
     merge.add_argument("adapter", help="folder of the adapter")

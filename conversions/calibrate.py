@@ -20,8 +20,12 @@ from tqdm import tqdm
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from hf_sigmoid import functional, masks
+from hf_sigmoid import attention, functional, masks, support
+from hf_sigmoid.attention import Call
+from hf_sigmoid.conversions import models, reading
 from hf_sigmoid.parameters import LogLength
+
+Batch = Tensor | dict[str, Tensor]
 
 _RECORDER = "hf_sigmoid_recorder"  # the attention function's name while a model is being calibrated
 
@@ -72,41 +76,50 @@ class LayerError:
 
 
 def calibrate(
-    model: PreTrainedModel, batches: Iterable[Tensor], *, query: bool = False, progress: bool = True
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    *,
+    query: bool = False,
+    part: str | None = None,
+    progress: bool = True,
 ) -> dict[str, Fit]:
     """Fit b_m = offset_h + slope_h log n_m (+ query_h·q_m) to −log-sum-exp of a model's rows.
 
     Args:
         model: a model that runs softmax; it is left as it was found.
-        batches: token ids `[B, T]`, without padding.
+        batches: token ids `[B, T]`, without padding; or dicts of what the model's forward takes,
+            for parts that text does not get to.
         query: also fit the part that is linear in the query.
+        part: of a composite model, see `plan`.
 
     Returns:
-        One `Fit` for each attention module, by its name in the model.
+        One `Fit` for each attention module that the batches get to, by its name in the model.
 
     Raises:
         ValueError: a head whose log-sum-exp is not finite.
     """
-    return solve(collect(model, batches, progress=progress), query=query)
+    return solve(collect(model, batches, part=part, progress=progress), query=query)
 
 
 @torch.no_grad()
 def collect(
-    model: PreTrainedModel, batches: Iterable[Tensor], *, progress: bool = True
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    *,
+    part: str | None = None,
+    progress: bool = True,
 ) -> dict[str, "NormalEquations"]:
     """What every fit needs of a text, by attention module; the model is left as it was found."""
     sums: dict[str, NormalEquations] = {}
 
-    def note(name: str, call: "Call") -> Tensor:
+    def note(name: str, call: Call) -> Tensor:
         output, log_sum_exp = functional.ssmax_attention(
-            *call.tensors, **call.options, return_log_sum_exp=True
+            *call[:3], **call.options, sinks=call.sinks, return_log_sum_exp=True
         )
-        sums.setdefault(name, NormalEquations()).add(call.tensors[0], call.log_n, log_sum_exp)
+        sums.setdefault(name, NormalEquations()).add(call.query, call.log_n, log_sum_exp)
         return output
 
-    with _recording(model, note):
-        for batch in tqdm(list(batches), desc="calibrating", disable=not progress):
-            model(batch.to(model.device), use_cache=False)
+    _run(model, part, note, batches, "calibrating", progress)
     return sums
 
 
@@ -128,18 +141,21 @@ def solve(sums: dict[str, "NormalEquations"], *, query: bool) -> dict[str, Fit]:
 def layer_errors(
     model: PreTrainedModel,
     fits: dict[str, Fit],
-    batches: Iterable[Tensor],
+    batches: Iterable[Batch],
     *,
+    part: str | None = None,
     progress: bool = True,
 ) -> dict[str, LayerError]:
     """Each module alone as sigmoid attention, on what it gets in the softmax model."""
     sums: dict[str, Tensor] = {}
 
-    def note(name: str, call: "Call") -> Tensor:
-        softmax = functional.ssmax_attention(*call.tensors, **call.options)
-        bias = fits[name].bias(call.log_n, call.tensors[0])
+    def note(name: str, call: Call) -> Tensor:
+        softmax = functional.ssmax_attention(*call[:3], **call.options, sinks=call.sinks)
+        if name not in fits:
+            return softmax
+        bias = fits[name].bias(call.log_n, call.query)
         sigmoid, statistics = functional.sigmoid_attention(
-            *call.tensors, **call.options, bias=bias, return_statistics=True
+            *call[:3], **call.options, bias=bias, return_statistics=True
         )
         figures = [
             (sigmoid - softmax).double().square().sum(),
@@ -151,9 +167,7 @@ def layer_errors(
         sums[name] = sums.get(name, 0) + torch.stack([figure.cpu().double() for figure in figures])
         return softmax
 
-    with _recording(model, note):
-        for batch in tqdm(list(batches), desc="layer errors", disable=not progress):
-            model(batch.to(model.device), use_cache=False)
+    _run(model, part, note, batches, "layer errors", progress)
     return {
         name: LayerError(
             relative=(error / norm.clamp(min=1e-30)).sqrt().item(),
@@ -164,45 +178,41 @@ def layer_errors(
     }
 
 
-@dataclass
-class Call:
-    """One call of a model's attention: a verb's arguments, and log n broadcastable to [B, H, M]."""
-
-    tensors: tuple[Tensor, Tensor, Tensor]
-    options: dict
-    log_n: Tensor
+def _run(model: PreTrainedModel, part: str | None, note, batches, what: str, progress: bool):
+    """Run batches, while `note` computes each attention output of the part that converts."""
+    part, _ = models.find_part(model.config, part)
+    text = reading.reader(model, part)
+    with _recording(model, models.part_of(model, part), note):
+        for batch in tqdm(list(batches), desc=what, disable=not progress):
+            if isinstance(batch, Tensor):
+                text(**reading.feed(text, batch))
+            else:
+                model(**batch)
 
 
 @contextlib.contextmanager
-def _recording(model: PreTrainedModel, note: Callable[[str, Call], Tensor]) -> Iterator[None]:
-    """While it lasts, `note` computes each attention output `[B, H, M, V]` of the model."""
+def _recording(
+    model: PreTrainedModel, inner: PreTrainedModel, note: Callable[[str, Call], Tensor]
+) -> Iterator[None]:
+    """While it lasts, `note` computes each attention output `[B, H, M, V]` of an inner model."""
     names = {module: name for name, module in model.named_modules()}
 
-    def recorder(module: nn.Module, query, key, value, attention_mask, *, scaling=None,
-                 softcap=None, is_causal=None, position_bias=None, **kwargs):  # fmt: skip
-        is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        visible, is_causal, logit_bias, count = masks.visible_keys(
-            attention_mask, query.shape[2], key.shape[2], is_causal, query.device
-        )
-        if position_bias is not None:
-            logit_bias = position_bias if logit_bias is None else logit_bias + position_bias
-        options = {
-            "scaling": scaling, "visible": visible, "is_causal": is_causal, "softcap": softcap,
-            "logit_bias": logit_bias,
-        }  # fmt: skip
-        log_n = torch.log(count.clamp(min=1))
-        output = note(names[module], Call((query, key, value), options, log_n))
+    def recorder(module: nn.Module, *args, output_attentions=None, **kwargs):
+        output = note(names[module], attention.read("softmax", module, *args, **kwargs))
         return output.transpose(1, 2).contiguous(), None
 
-    before, training = model.config._attn_implementation, model.training
+    configs = list(support.configs(inner))
+    before, training = [config._attn_implementation for config in configs], model.training
     AttentionInterface.register(_RECORDER, recorder)
     AttentionMaskInterface.register(_RECORDER, masks.interval_mask)
     try:
-        model.set_attn_implementation(_RECORDER)
+        for config in configs:
+            config._attn_implementation_internal = _RECORDER
         model.eval()
         yield
     finally:
-        model.set_attn_implementation(before)
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name
         model.train(training)
         AttentionInterface._global_mapping.pop(_RECORDER)
         AttentionMaskInterface._global_mapping.pop(_RECORDER)

@@ -4,27 +4,31 @@ import argparse
 
 from transformers import AutoConfig, AutoTokenizer
 
-from hf_sigmoid import parameters, support, text
-from hf_sigmoid.conversions.compare import perplexity, token_windows
+from hf_sigmoid import configuration, parameters, support, text
+from hf_sigmoid.conversions import texts
+from hf_sigmoid.conversions.compare import Measure, token_windows
 from hf_sigmoid.conversions.convert import convert as write_converted
 from hf_sigmoid.conversions.convert import (
     dry_run,
-    load,
     merge_adapter,
-    read_text,
     revert_checkpoint,
-    skeleton,
 )
 from hf_sigmoid.conversions.embedded import checkpoint
+from hf_sigmoid.conversions.models import find_part, load, part_of, parts, skeleton
 from hf_sigmoid.conversions.plan import ranges
+from hf_sigmoid.conversions.reading import check_mask_token, reader
+from hf_sigmoid.conversions.report import figures
+from hf_sigmoid.conversions.training import convert_training, is_training
 from hf_sigmoid.conversions.verify import differences, runs
 
 
 def inspect(options: argparse.Namespace) -> tuple[dict, str]:
     """From the config alone: attention modules, both functions, and the row numbers if any."""
     config = AutoConfig.from_pretrained(checkpoint(options.model))
-    section = getattr(config, "hf_sigmoid", None)
-    model = skeleton(config)
+    section = configuration.find_section(config)
+    whole = skeleton(config)
+    part, part_config = find_part(config, None)
+    model = part_of(whole, part)
     modules = parameters.attention_modules(model)
     layers = sorted({parameters.layer_index(name, module) for name, module in modules} - {None})
     found = {
@@ -33,7 +37,9 @@ def inspect(options: argparse.Namespace) -> tuple[dict, str]:
         "attention_modules": len(modules),
         "layers": ranges(layers),
         "heads": sorted({parameters.head_count(module) for _, module in modules}),
-        "layer_types": sorted(set(getattr(config, "layer_types", None) or [])),
+        "layer_types": sorted(set(getattr(part_config, "layer_types", None) or [])),
+        "part": part,
+        "parts": list(parts(config)),
         "section": dict(section) if section else None,
         "convertible_to": {},
     }
@@ -50,6 +56,8 @@ def inspect(options: argparse.Namespace) -> tuple[dict, str]:
         f"{found['layers']}{kinds}, {heads} query heads",
         *(f"{function}: {answer}" for function, answer in found["convertible_to"].items()),
     ]
+    if part:
+        lines[0] += f"; of its parts {', '.join(found['parts'])} this is {part}"
     if section:
         lines[1:] = [f"section hf_sigmoid: {dict(section)}"]
     return found, "\n".join(lines)
@@ -57,40 +65,66 @@ def inspect(options: argparse.Namespace) -> tuple[dict, str]:
 
 def convert(options: argparse.Namespace) -> tuple[dict, str]:
     if options.dry_run:
-        chosen = dry_run(options.model, options.function, init=options.init, layers=options.layers)
-        fields = {"plan": chosen.to_json()}
-        return fields, f"would change {chosen}; nothing was written"
+        chosen = dry_run(
+            options.model, options.function, init=options.init, layers=options.layers,
+            part=options.part, rope=options.rope,
+        )  # fmt: skip
+        fields = {"plan": chosen.to_json(), "rope": options.rope}
+        rope = f", its RoPE by {options.rope}" if options.rope else ""
+        return fields, f"would change {chosen}{rope}; nothing was written"
     if options.out is None:
         raise ValueError("expected a folder to write, or --dry-run")
+    chosen = {
+        "init": options.init, "layers": options.layers, "keep_softmax": options.keep_softmax,
+        "calibration": options.calibrate, "evaluation": options.evaluate, "stats": options.stats,
+        "window": options.window, "windows": options.windows, "part": options.part,
+        "device_map": options.device_map, "rope": options.rope, "seed": options.seed,
+        "lengths": options.lengths, "needle": options.needle,
+    }  # fmt: skip
+    if is_training(options.model):
+        if options.push_to_hub is not None:
+            raise ValueError("--push-to-hub uploads models, got a training checkpoint")
+        report = convert_training(
+            options.model, options.out, options.function, base=options.base, **chosen
+        )
+        how = f"resume it with output_dir={options.out}"
+        if options.base is not None:
+            how = f"build the model from {options.out}/model, then load_state"
+        return report, f"{options.model} -> {options.out} ({options.function}): {how}"
+    if options.base is not None:
+        raise ValueError(f"--base is of an accelerate state folder, got {options.model}")
     report = write_converted(
-        options.model, options.out, options.function, init=options.init, layers=options.layers,
-        keep_softmax=options.keep_softmax, calibration=options.calibrate,
-        evaluation=options.evaluate, stats=options.stats, window=options.window,
-        windows=options.windows,
+        options.model, options.out, options.function, push_to_hub=options.push_to_hub,
+        private=options.private, **chosen,
     )  # fmt: skip
-    return report, (
+    sentence = (
         f"{options.model} -> {options.out} ({options.function} from {report['plan']['init']}): "
-        f"perplexity {report['perplexity_before']:.2f} before, "
-        f"{report['perplexity_after']:.2f} after"
+        f"{figures(report)}"
     )
+    if options.push_to_hub is not None:
+        sentence += f"; uploaded as {options.push_to_hub}"
+    return report, sentence
 
 
 def verify(options: argparse.Namespace) -> tuple[dict, str]:
     """Logits in every way of running, and perplexity by length."""
-    content = text.held_out()
-    if options.text is not None:
-        content = read_text(options.text, None, "verification")
     paths = [checkpoint(options.against), checkpoint(options.model)]
     before, after = map(load, paths)
     tokenizer = AutoTokenizer.from_pretrained(paths[0])
+    content = texts.read(
+        options.text, text.held_out, "verification", tokenizer, 8 * max(options.lengths)
+    ).content
     ids = token_windows(tokenizer, content, min(options.lengths), 2)[:, :256]
+    part, _ = find_part(before.config, None)
+    measure = Measure(before, part, check_mask_token(before, tokenizer), progress=True)
     found = {
-        "largest_logit_difference": differences(runs(before, ids), runs(after, ids)),
+        "largest_logit_difference": differences(
+            runs(reader(before, part), ids), runs(reader(after, part), ids)
+        ),
+        "metric": measure.name,
         "perplexity": {
             length: [
-                perplexity(
-                    model, token_windows(tokenizer, content, length, 8), name=f"{name} {length}"
-                )
+                measure(model, token_windows(tokenizer, content, length, 8), f"{name} {length}")
                 for name, model in (("before", before), ("after", after))
             ]
             for length in options.lengths
@@ -101,14 +135,17 @@ def verify(options: argparse.Namespace) -> tuple[dict, str]:
         for way, value in found["largest_logit_difference"].items()
     ]
     lines += [
-        f"perplexity at {length} tokens: {a:.3f} before, {b:.3f} after ({b / a:.3f} times)"
+        f"{measure.name} at {length} tokens: {a:.3f} before, {b:.3f} after"
+        + (f" ({b / a:.3f} times)" if a else "")
         for length, (a, b) in found["perplexity"].items()
     ]
     return found, "\n".join(lines)
 
 
 def revert(options: argparse.Namespace) -> tuple[dict, str]:
-    exact = revert_checkpoint(options.model, options.out, approximate=options.approximate)
+    exact = revert_checkpoint(
+        options.model, options.out, approximate=options.approximate, device_map=options.device_map
+    )
     how = "the original's weights, bit for bit" if exact else "not the original: its weights moved"
     return {"exact": exact}, f"{options.model} -> {options.out} (softmax): {how}"
 

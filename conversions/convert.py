@@ -12,26 +12,34 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from hf_sigmoid import parameters, support, text
+from hf_sigmoid import configuration, parameters, support, text
+from hf_sigmoid.conversions import card as cards
+from hf_sigmoid.conversions import hub, pictures, texts
 from hf_sigmoid.conversions import report as reports
-from hf_sigmoid.conversions import statistics
-from hf_sigmoid.conversions.calibrate import Fit, collect, layer_errors, solve
-from hf_sigmoid.conversions.compare import perplexity, token_windows
+from hf_sigmoid.conversions.compare import Measure, token_windows
 from hf_sigmoid.conversions.embedded import checkpoint
-from hf_sigmoid.conversions.plan import Plan, apply, check_config, check_init, parse_layers, plan
-from hf_sigmoid.conversions.revert import REPORT, check_untrained, fingerprint, revert
-from hf_sigmoid.conversions.verify import differences, runs
+from hf_sigmoid.conversions.evaluation import Evaluation, Questions
+from hf_sigmoid.conversions.models import (
+    find_part,
+    load,
+    loading_class,
+    model_class,
+    positions,
+    save,
+    skeleton,
+)
+from hf_sigmoid.conversions.plan import Plan, check_config, check_init, parse_layers, plan
+from hf_sigmoid.conversions.reading import check_mask_token, check_reads_text, check_runs_on_text
+from hf_sigmoid.conversions.revert import REPORT, fingerprint, restore_weights, revert
+from hf_sigmoid.conversions.rope import RECORD as ROPE
+from hf_sigmoid.conversions.rope import change_rope, check_rope
+from hf_sigmoid.conversions.stages import Stages
+from hf_sigmoid.conversions.starts import calibration_sums, to_sigmoid, to_ssmax
 
-# Equal logits: the same sums in the same order, or (padding takes another path) another order in
-# float32.
-IDENTITY_TOLERANCE = 1e-5
 STATISTICS = "stats.safetensors"
 
 
@@ -42,15 +50,24 @@ def convert(
     *,
     init: str | None = None,
     layers: Sequence[int] | str | None = None,
+    part: str | None = None,
     keep_softmax: int = 0,
-    calibration: str | Path | None = None,
-    evaluation: str | Path | None = None,
+    rope: str | None = None,
+    calibration: texts.Given = None,
+    evaluation: texts.Given = None,
     stats: str | Path | None = None,
     window: int = 512,
     windows: int = 32,
+    seed: int | None = None,
+    lengths: Sequence[int] | None = None,
+    needle: int = 0,
+    push_to_hub: str | None = None,
+    private: bool = False,
+    device_map: str | dict | None = None,
+    max_memory: dict | None = None,
     progress: bool = True,
 ) -> dict:
-    """Convert a causal language model and write it as a folder that `from_pretrained` loads.
+    """Convert a model that reads text and write it as a folder that `from_pretrained` loads.
 
     Args:
         source: checkpoint folder, hub id, or "smollm2" for the embedded one.
@@ -60,87 +77,129 @@ def convert(
         init: what the row numbers start from, see `Plan`. None: ssmax starts as the identity,
             sigmoid from the better on the evaluation text of "calibrated-query" and "calibrated".
         layers: indices of the layers to convert, or text as "0-15,!3"; None converts all.
+        part: of a composite model, the part to convert, see `plan`.
         keep_softmax: sigmoid only: so many layers, those farthest from their softmax output, stay
             softmax.
-        calibration: text file that sigmoid's row numbers are fitted on; None takes the built-in
-            text.
-        evaluation: text file for the perplexities; None takes the built-in text's held-out
+        rope: ssmax only: "theta:F", "ntk:F" or "yarn:F", another RoPE as well, see `rope.py`. Not
+            an identity.
+        calibration: text that sigmoid's row numbers are fitted on, files or "dataset:NAME", see
+            `texts.py`; None takes the built-in text.
+        evaluation: text for the perplexities and needles; None takes the built-in text's held-out
             chapters.
         stats: `stats.safetensors` of an earlier conversion of the same model, instead of another
             pass over the calibration text.
         window, windows: length in tokens and number of the windows of both texts.
+        seed: chooses the calibration windows, and the documents of a data set, at random; None
+            takes windows spread evenly and documents in order.
+        lengths: in tokens, of the perplexities and needles in the report; None takes powers of two
+            up to the window.
+        needle: also hide so many needles at each of three depths for every length, before and
+            after.
+        push_to_hub: "USER/NAME", where to upload the finished folder.
+        private: the repository that is made there is private.
+        device_map, max_memory: where the weights are kept meanwhile, as in `from_pretrained`;
+            "auto" fills the GPUs, then the memory, and leaves the rest on the disk.
 
     Returns:
         The report, also written as `report.json` and, to read, `report.md`.
 
     Raises:
-        ValueError: bad arguments, an unsupported or already converted model, or a failed identity
-            check; nothing has been written then.
+        ValueError: bad arguments, an unsupported or already converted model, a hub that does not
+            know the user, or a failed identity check; nothing has been written then.
+        OSError: a failed upload; the folder is complete.
     """
+    given = dict(locals())
     start = time.perf_counter()
     # Resolved, so that a link or "." is replaced by name like any other empty folder.
     target = Path(target).resolve()
     check_arguments(function, init, keep_softmax, window, windows)
     check_target(target)
-    calibration_text = read_text(calibration, text.train, "calibration")
-    evaluation_text = read_text(evaluation, text.held_out, "evaluation")
+    if push_to_hub is not None:
+        hub.check(push_to_hub, source)
+    elif private:
+        raise ValueError("--private goes with --push-to-hub")
 
     path = checkpoint(source)
     config = AutoConfig.from_pretrained(path)
-    layers = check_source(config, function, layers)
+    part, layers = check_source(config, function, layers, part)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    longest = getattr(config, "max_position_embeddings", None)
+    empty = skeleton(config)
+    chosen = plan(empty, function, layers=layers, init=init, part=part)
+    change = None if rope is None else check_rope(empty, rope, function)
+    mask_token = check_mask_token(empty, tokenizer)
+    longest = positions(empty, part)
     if longest is not None and window > longest:
         raise ValueError(f"window must be at most the model's {longest} positions, got {window}")
-    evaluation_ids = token_windows(tokenizer, evaluation_text, window, windows)
-    calibration_ids = token_windows(tokenizer, calibration_text, window, windows)
+    reach = longest if change is None else change.positions(config)
+    check_questions(lengths, needle, reach)
+    evaluation_text = texts.read(
+        evaluation, text.held_out, "evaluation", tokenizer, windows * max(window, *(lengths or [0]))
+    )
+    questions = Questions(
+        tokenizer, evaluation_text.content, window=window, windows=windows, lengths=lengths,
+        needle=needle, positions=reach,
+    )  # fmt: skip
+    calibration_text = texts.read(
+        calibration, text.train, "calibration", tokenizer, windows * window, seed=seed
+    )
+    calibration_ids = token_windows(
+        tokenizer, calibration_text.content, window, windows, seed=seed, what="calibration text"
+    )
 
-    model = load(path)
-    check_disk(target, model)
-    weights = fingerprint(model)
-    chosen = plan(model, function, layers=layers, init=init)
-    report: dict = {"source": str(source), "weights_sha256": weights, "window": window}
-    report["perplexity_before"] = perplexity(
-        model, evaluation_ids, name="perplexity before", progress=progress
-    )
-    sums = None
+    stages = Stages()
+    with stages("loading"):
+        model = load(
+            path, device_map=device_map, max_memory=max_memory, offload_near=existing_parent(target)
+        )
+        check_runs_on_text(model, part, calibration_ids[:1, :8])
+        check_disk(target, model)
+        weights = fingerprint(model)
+    report: dict = {
+        "source": str(source), "base": cards.base_model(source, path, config),
+        "weights_sha256": weights, "options": reports.options(convert, given),
+        "window": window, "evaluation_text": evaluation_text.name,
+        "evaluation_text_sha256": evaluation_text.sha256,
+    }  # fmt: skip
+    measure = Measure(model, part, mask_token, progress)
+    report["metric"] = measure.name
+    report["class"] = loading_class(model)
+    asked = Evaluation(questions, measure, stages)
+    report |= asked.before(model)
+    fitted = None
     if function == "ssmax":
-        check_ids = evaluation_ids[:2, : min(window, 256)]
-        report["largest_logit_difference"] = _to_ssmax(model, chosen, check_ids)
+        with stages("identity check"):
+            check_ids = questions.windows[:2, : min(window, 256)]
+            report["largest_logit_difference"] = to_ssmax(model, chosen, check_ids)
+        if change is not None:
+            change_rope(model, change)
+            report["rope"] = getattr(model.config, ROPE)
     else:
-        if stats is not None:
-            sums, tokens = statistics.load(stats, weights=weights)
-        else:
-            sums = collect(model, calibration_ids.split(4), progress=progress)
-            tokens = calibration_ids.numel()
-        report["calibration_tokens"] = tokens
-        fits, chosen = _choose(model, chosen, sums, init, evaluation_ids, report, progress)
-        batches = calibration_ids[:4].split(4)
-        errors = layer_errors(model, fits, batches, progress=progress)
-        if keep_softmax:
-            chosen = _keep(model, chosen, errors, keep_softmax)
-        apply(model, chosen, fits)
-        report["modules"] = {
-            name: {
-                "residual_nats": round(fits[name].residual.mean().item(), 4),
-                "r_squared": round(fits[name].r_squared.mean().item(), 4),
-                **{key: round(value, 4) for key, value in asdict(errors[name]).items()},
-            }
-            for name in chosen.converted
-        }
+        fitted = calibration_sums(
+            model, chosen, calibration_text, calibration_ids, stats=stats, weights=weights,
+            stages=stages, progress=progress,
+        )  # fmt: skip
+        report["calibration_tokens"] = fitted.tokens
+        report["calibration_text"] = calibration_text.name if stats is None else Path(stats).name
+        report["calibration_text_sha256"] = fitted.text_sha256
+        chosen, figures = to_sigmoid(
+            model, chosen, fitted, asked, init=init, keep_softmax=keep_softmax, progress=progress
+        )
+        report |= figures
     report["plan"] = json.loads(chosen.to_json())
-    report["perplexity_after"] = perplexity(
-        model, evaluation_ids, name="perplexity after", progress=progress
-    )
+    report |= asked.after(model)
+    report["stages"] = stages.rows()
     report["seconds"] = round(time.perf_counter() - start, 1)
     with written(target) as folder:
-        model.save_pretrained(folder)
+        save(model, folder, path)
         tokenizer.save_pretrained(folder)
+        report["pictures"] = pictures.draw(folder, model, report)
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
         (folder / "report.md").write_text(reports.markdown(report, chosen))
-        (folder / "README.md").write_text(reports.card(report, chosen, target.name))
-        if sums is not None:
-            statistics.save(sums, folder / STATISTICS, weights=weights, tokens=tokens)
+        (folder / "README.md").write_text(cards.card(report, chosen, push_to_hub or target.name))
+        if fitted is not None:
+            fitted.save(folder / STATISTICS)
+    if push_to_hub is not None:
+        hub.push(target, push_to_hub, private=private)
     return report
 
 
@@ -150,6 +209,8 @@ def dry_run(
     *,
     init: str | None = None,
     layers: Sequence[int] | str | None = None,
+    part: str | None = None,
+    rope: str | None = None,
 ) -> Plan:
     """What `convert` would do, from the config alone: no weights are loaded, nothing is written.
 
@@ -158,15 +219,25 @@ def dry_run(
     """
     check_arguments(function, init, keep_softmax=0, window=4, windows=1)
     config = AutoConfig.from_pretrained(checkpoint(source))
-    layers = check_source(config, function, layers)
-    return plan(skeleton(config), function, layers=layers, init=init)
+    part, layers = check_source(config, function, layers, part)
+    empty = skeleton(config)
+    if rope is not None:
+        check_rope(empty, rope, function)
+    return plan(empty, function, layers=layers, init=init, part=part)
 
 
-def revert_checkpoint(source: str | Path, target: str | Path, *, approximate: bool = False) -> bool:
+def revert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    approximate: bool = False,
+    device_map: str | dict | None = None,
+) -> bool:
     """Write a converted checkpoint back as a softmax model.
 
     Args:
         approximate: also if its weights were trained since, so that the result is not the original.
+        device_map: where the weights are kept meanwhile, as for `convert`.
 
     Returns:
         Are the weights those of the original, bit for bit?
@@ -178,13 +249,14 @@ def revert_checkpoint(source: str | Path, target: str | Path, *, approximate: bo
     target = Path(target).resolve()
     check_target(target)
     config = AutoConfig.from_pretrained(source)
-    if not getattr(config, "hf_sigmoid", None):
+    if not configuration.find_section(config):
         raise ValueError(f"the model must be a converted one, got {source} on softmax")
-    model = revert(load(str(source)))
+    near = existing_parent(target)
+    model = revert(load(str(source), device_map=device_map, offload_near=near))
     if approximate and not (Path(source) / REPORT).is_file():
         exact = False  # nothing says what the weights were
     else:
-        exact = check_untrained(model, source)
+        exact = restore_weights(model, source)
     if not exact and not approximate:
         raise ValueError(
             f"the weights of {source} were trained since the conversion, so that softmax would not "
@@ -192,7 +264,7 @@ def revert_checkpoint(source: str | Path, target: str | Path, *, approximate: bo
         )
     tokenizer = AutoTokenizer.from_pretrained(source)
     with written(target) as folder:
-        model.save_pretrained(folder)
+        save(model, folder, str(source))
         tokenizer.save_pretrained(folder)
     return exact
 
@@ -215,64 +287,6 @@ def merge_adapter(adapter: str | Path, base: str | Path, target: str | Path) -> 
         tokenizer.save_pretrained(folder)
 
 
-def _choose(model, chosen: Plan, sums, init: str | None, ids, report: dict, progress: bool):
-    """Fits of the planned start; of the better one on held-out text if none was asked for."""
-    if init == "minus-log-n":
-        return _analytic(sums), chosen
-    if init is not None:
-        return solve(sums, query=chosen.init == "calibrated-query"), chosen
-    candidates = {}
-    for name in ("calibrated-query", "calibrated"):
-        fits = solve(sums, query=name == "calibrated-query")
-        candidate = plan(model, "sigmoid", layers=chosen.layers, init=name)
-        apply(model, candidate, fits)
-        result = perplexity(model, ids, name=name, progress=progress)
-        revert(model)
-        candidates[result, name] = fits, candidate
-    report["perplexity_of_starts"] = {name: result for result, name in candidates}
-    return candidates[min(candidates)]
-
-
-def _analytic(sums) -> dict[str, Fit]:
-    """b = −log n as a fit, to measure its errors."""
-    fits = solve(sums, query=False)
-    for fit in fits.values():
-        fit.offset, fit.slope = torch.zeros_like(fit.offset), -torch.ones_like(fit.slope)
-    return fits
-
-
-def _keep(model, chosen: Plan, errors, count: int) -> Plan:
-    """The plan without the layers whose output sigmoid changes most."""
-    modules = dict(parameters.attention_modules(model))
-    worst: dict[int, float] = {}
-    for name in chosen.converted:
-        layer = parameters.layer_index(name, modules[name])
-        worst[layer] = max(worst.get(layer, 0.0), errors[name].relative)
-    if count >= len(worst):
-        raise ValueError(f"--keep-softmax must leave a layer of {len(worst)}, got {count}")
-    kept = sorted(worst, key=lambda layer: -worst[layer])[:count]
-    layers = [layer for layer in sorted(worst) if layer not in kept]
-    return plan(model, chosen.function, layers=layers, init=chosen.init)
-
-
-@torch.no_grad()
-def _to_ssmax(model: PreTrainedModel, chosen: Plan, ids: torch.Tensor) -> dict[str, float]:
-    """Switch to ssmax; at its identity no logit may change, in whatever way the model is run."""
-    anchor = check_init(chosen.function, chosen.init)
-    before = runs(model, ids)
-    apply(model, chosen)
-    found = differences(before, runs(model, ids))
-    identity = chosen.init == "identity" or (anchor is not None and anchor >= ids.shape[1])
-    largest = max(logits.abs().max().item() for logits in before.values())
-    allowed = max(IDENTITY_TOLERANCE, torch.finfo(model.dtype).eps) * largest
-    if identity and not max(found.values()) <= allowed:
-        raise ValueError(
-            "ssmax at its identity must not change logits by more than "
-            f"{allowed:.1e}, got {max(found.values()):.1e}"
-        )
-    return found
-
-
 def check_arguments(
     function: str, init: str | None, keep_softmax: int, window: int, windows: int
 ) -> None:
@@ -292,31 +306,28 @@ def check_arguments(
         )
 
 
-def check_source(config, function: str, layers: Sequence[int] | str | None) -> Sequence[int] | None:
-    """Everything that can be said against a model from its config; the layers as numbers."""
+def check_questions(lengths: Sequence[int] | None, needle: int, longest: int | None) -> None:
+    """Lengths that a model can read, and a number of needles."""
+    if needle < 0:
+        raise ValueError(f"--needle must be a number of needles, got {needle}")
+    for length in lengths or ():
+        if length < 4 or (longest is not None and length > longest):
+            most = "" if longest is None else f" and at most the model's {longest} positions"
+            raise ValueError(f"--lengths must be at least 4 tokens{most}, got {length}")
+
+
+def check_source(
+    config, function: str, layers: Sequence[int] | str | None, part: str | None
+) -> tuple[str | None, Sequence[int] | None]:
+    """Everything that can be said against a model from its config; the part, layers as numbers."""
+    cls = model_class(config)
+    check_reads_text(cls)
     if isinstance(layers, str):
-        layers = parse_layers(layers, getattr(config, "num_hidden_layers", None))
-    layers = check_config(config, layers)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(
-            f"the model must be a causal language model, got model type {config.model_type!r}"
-        )
-    support.check_class(AutoModelForCausalLM._model_mapping[type(config)], config, function)
-    return layers
-
-
-def skeleton(config) -> PreTrainedModel:
-    """The model without weights, on the meta device."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def load(path: str) -> PreTrainedModel:
-    """The model, from safetensors only."""
-    try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype="auto", use_safetensors=True).eval()
-    except SafetensorError as error:
-        raise ValueError(f"{path}: a safetensors file cannot be read: {error}") from error
+        layers = parse_layers(layers, configuration.layer_count(find_part(config, part)[1]))
+    part, layers = check_config(config, layers, part)
+    if part is None:
+        support.check_class(cls, config, function)
+    return part, layers
 
 
 def check_target(target: Path) -> None:
@@ -325,32 +336,24 @@ def check_target(target: Path) -> None:
         raise ValueError(
             f"the output must be a new or empty folder, got {target}, which exists and is not empty"
         )
-    parent = next(folder for folder in target.parents if folder.exists())
+    parent = existing_parent(target)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ValueError(f"the output must be in a folder that can be written, got {target}")
 
 
+def existing_parent(target: Path) -> Path:
+    return next(folder for folder in target.parents if folder.exists())
+
+
 def check_disk(target: Path, model: PreTrainedModel) -> None:
     """Room for a copy of the model, before the work and not after it."""
-    parent = next(folder for folder in target.parents if folder.exists())
+    parent = existing_parent(target)
     needed = sum(tensor.nbytes for tensor in model.state_dict().values())
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise ValueError(
             f"the output needs {needed / 1e9:.2f} GB, {parent} has {free / 1e9:.2f} GB"
         )
-
-
-def read_text(path: str | Path | None, default, what: str) -> str:
-    if path is None:
-        return default()
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"the {what} text must be a file, got {path}, which does not exist")
-    content = path.read_text(encoding="utf-8")
-    if not content.strip():
-        raise ValueError(f"the {what} text must not be empty, got {path}")
-    return content
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_sigmoid import configuration, parameters, support
+from hf_sigmoid.conversions.models import find_part, part_of
 
 # The first of each is the default.
 STARTS = {
@@ -37,6 +38,7 @@ class Plan:
     converted: tuple[str, ...]  # names of attention modules in the model
     kept: tuple[str, ...]  # those that stay softmax
     numbers: int  # parameters that are added
+    part: str | None = None  # of a composite model: the name of its config
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -52,8 +54,9 @@ class Plan:
     def __str__(self) -> str:
         layers = "all layers" if self.layers is None else f"layers {ranges(self.layers)}"
         kept = f", {len(self.kept)} stay softmax" if self.kept else ""
+        part = f" ({self.part})" if self.part else ""
         return (
-            f"{self.model_type} to {self.function} from {self.init!r}: {layers}, "
+            f"{self.model_type}{part} to {self.function} from {self.init!r}: {layers}, "
             f"{len(self.converted)} attention modules change{kept}, {self.numbers} numbers are "
             "added"
         )
@@ -65,67 +68,88 @@ def plan(
     *,
     layers: Sequence[int] | None = None,
     init: str | None = None,
+    part: str | None = None,
 ) -> Plan:
     """Plan a conversion. The model may be on the meta device; it is not changed.
 
     Args:
         function: "ssmax" or "sigmoid".
-        layers: indices of the layers to convert; None converts all.
+        layers: indices of the layers to convert, in both stacks of an encoder-decoder; None
+            converts all.
         init: one of `STARTS`, the first if None.
+        part: of a composite model, by the name of its config as "text_config"; None takes the part
+            that reads and writes text. The others stay softmax.
 
     Raises:
-        ValueError: an unknown function or start, a layer that does not exist, a model that is
-            converted already or cannot be.
+        ValueError: an unknown function or start, a part or layer that does not exist, a model that
+            is converted already or cannot be.
     """
     if function not in STARTS:
         raise ValueError(f"--to must be one of {', '.join(STARTS)}, got {function!r}")
     init = STARTS[function][0] if init is None else init
     check_init(function, init)
-    config = model.config
-    layers = check_config(config, layers)
-    support.check_softmax_model(model, function)
+    part, layers = check_config(model.config, layers, part)
+    support.check_softmax_model(part_of(model, part), function, layers)
+    indices = layer_indices(model, part)
+    if missing := sorted(set(layers or ()) - set(indices.values())):
+        raise ValueError(
+            f"layers {missing} have no attention to convert, those that have: "
+            f"{ranges(sorted(set(indices.values()) - {None}))}"
+        )
     converted, kept, numbers = [], [], 0
     for name, module in parameters.attention_modules(model):
-        if layers is not None and parameters.layer_index(name, module) not in layers:
+        if name not in indices or (layers is not None and indices[name] not in layers):
             kept.append(name)
             continue
         converted.append(name)
         with_query = init == "calibrated-query"
         width = 2 + (parameters.head_dim(module) or 0 if with_query else 0)
         numbers += parameters.head_count(module) * width
-    return Plan(function, init, layers, config.model_type, tuple(converted), tuple(kept), numbers)
+    model_type = model.config.model_type
+    return Plan(function, init, layers, model_type, tuple(converted), tuple(kept), numbers, part)
 
 
-def check_config(config, layers: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The layers, sorted; ValueError for a composite or converted model, or no such layer."""
-    if parts := parameters.sub_configs(config):
-        raise ValueError(
-            f"the model must be a plain language model, got {config.model_type!r}, "
-            f"which is composed of {', '.join(parts)}"
-        )
-    if section := getattr(config, "hf_sigmoid", None):
+def layer_indices(model: PreTrainedModel, part: str | None) -> dict[str, int | None]:
+    """The layer, within the part that is converted, of each of its attention modules."""
+    modules = parameters.attention_modules(part_of(model, part))
+    indices = {module: parameters.layer_index(name, module) for name, module in modules}
+    return {name: indices[m] for name, m in parameters.attention_modules(model) if m in indices}
+
+
+def check_config(
+    config: PreTrainedConfig, layers: Sequence[int] | None, part: str | None = None
+) -> tuple[str | None, tuple[int, ...] | None]:
+    """The part and its layers, sorted; ValueError for a converted model, or no such part or layer.
+
+    Of an encoder-decoder, a layer that either stack has.
+    """
+    if section := configuration.find_section(config):
         raise ValueError(
             f"the model must run softmax, got one already converted to {section['function']}"
         )
+    part, config = find_part(config, part)
     if layers is None:
-        return None
+        return part, None
     if not layers:
         raise ValueError("expected at least one layer to convert, got none")
-    return tuple(configuration.check_layers(layers, config))
+    return part, tuple(configuration.check_layers(layers, config))
 
 
 def apply(model: PreTrainedModel, plan: Plan, fits: dict | None = None) -> None:
     """Convert a model in place as planned; `fits` (`calibrate`) for a calibrated start.
 
     Raises:
-        ValueError: a plan of another model, or a calibrated start without fits of its modules.
+        ValueError: a plan of another model, a calibrated start without fits of its modules, or a
+            model that would not compute what was planned; it is left as it was then.
     """
     names = {name for name, _ in parameters.attention_modules(model)}
     if names != {*plan.converted, *plan.kept}:
         raise ValueError(f"the plan is of another model than this {type(model).__name__}")
     calibrated = plan.init.startswith("calibrated")
-    if calibrated and (fits is None or not set(plan.converted) <= fits.keys()):
+    if calibrated and fits is None:
         raise ValueError(f"the start {plan.init!r} needs fits of {len(plan.converted)} modules")
+    if calibrated:
+        check_reached(name for name in plan.converted if name not in fits)
     with_query = plan.init == "calibrated-query"
     numbers: dict = {}
     if plan.init == "paper":
@@ -133,15 +157,28 @@ def apply(model: PreTrainedModel, plan: Plan, fits: dict | None = None) -> None:
     elif plan.init.startswith("anchored:"):
         anchor = check_init(plan.function, plan.init)
         numbers = {"offset": 1.0, "slope": 1 / math.log(anchor), "anchor": anchor}
-    configuration.configure(
-        model, plan.function, learn=True, query=with_query, layers=plan.layers, **numbers
-    )
+    with support.unchanged_on_error(model):
+        configuration.configure(
+            part_of(model, plan.part), plan.function, learn=True, query=with_query,
+            layers=plan.layers, **numbers,
+        )  # fmt: skip
+        support.check_model(model, support.wishes(model.config))
     if not calibrated:
         return
     for name, module in parameters.holders(model):
         holder = module.log_length
         if holder.function != "softmax":
             fits[name].copy_to(holder)
+
+
+def check_reached(missing: Iterable[str]) -> None:
+    """Raise ValueError for modules that a text did not get to: nothing is known of them."""
+    if missing := list(missing):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(
+            f"text never gets to {', '.join(missing[:3])}{more}: leave these layers out, or "
+            "calibrate on batches of the model's other inputs in Python"
+        )
 
 
 def check_init(function: str, init: str) -> int | None:

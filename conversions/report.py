@@ -1,67 +1,166 @@
-"""A conversion's report and model card, as text."""
+"""A conversion's report, to read."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from hf_sigmoid.conversions.plan import Plan
 
 
+def options(function: Callable, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that are not the default, as JSON can hold them."""
+    changed = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        value = given[name]
+        if parameter.default in (parameter.empty, value) or name == "progress":
+            continue
+        changed[name] = _plain(value)
+    return changed
+
+
 def markdown(report: dict, plan: Plan) -> str:
     """`report.md`: what was done, what it cost, and module by module how near it came."""
-    ratio = report["perplexity_after"] / report["perplexity_before"]
-    lines = [
-        f"# {plan.model_type}: softmax to {plan.function}",
-        "",
-        f"{plan}.",
-        "",
-        "| | |",
-        "|---|---|",
-        f"| source | {report['source']} |",
-        f"| SHA-256 of its weights | `{report['weights_sha256']}` |",
-        f"| perplexity before, windows of {report['window']} tokens | "
-        f"{report['perplexity_before']:.3f} |",
-        f"| perplexity after | {report['perplexity_after']:.3f} ({ratio:.3f} times) |",
+    parts = [
+        [f"# {plan.model_type}: softmax to {plan.function}", "", f"{plan}."],
+        _summary(report),
+        _rope(report),
+        _by_length(report),
+        _modules(report),
+        _pictures(report),
+        _stages(report),
     ]
-    for name, value in report.get("perplexity_of_starts", {}).items():
-        lines.append(f"| perplexity from {name} | {value:.3f} |")
-    if "calibration_tokens" in report:
-        lines.append(f"| calibration tokens | {report['calibration_tokens']} |")
-    for way, value in report.get("largest_logit_difference", {}).items():
-        lines.append(f"| largest difference of a logit, {way} | {value:.1e} |")
-    lines.append(f"| seconds | {report['seconds']} |")
-    if modules := report.get("modules"):
-        lines += [
-            "",
-            "Each module alone, on what it gets in the softmax model: the relative error of its "
-            "output, the mean row sum of its weights (softmax's is 1), the share of rows whose "
-            "largest weight is above 0.99, and how well the fit predicts the log-sum-exp.",
-            "",
-            "| module | output error | row sum | saturated | R² | residual, nats |",
-            "|---|---|---|---|---|---|",
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def figures(report: dict) -> str:
+    """What the conversion cost, in a sentence."""
+    metric, window = report["metric"], report["window"]
+    if "perplexity_after" not in report:
+        return f"{metric} on {window} tokens: {report['hidden_state_change']:.3f}"
+    before, after = report["perplexity_before"], report["perplexity_after"]
+    return (
+        f"{metric} on {window} tokens: {before:.3f} before, {after:.3f} after "
+        f"({after / before:.3f} times)"
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def _summary(report: dict) -> list[str]:
+    rows = [["source", report["source"]]]
+    if revision := report["base"]["revision"]:
+        rows.append(["revision", revision])
+    rows.append(["SHA-256 of its weights", f"`{report['weights_sha256']}`"])
+    rows += [[f"option `{name}`", str(value)] for name, value in report["options"].items()]
+    for name in ("calibration", "evaluation"):
+        if f"{name}_text" in report:
+            digest = (report[f"{name}_text_sha256"] or "unknown")[:16]
+            tokens = report.get(f"{name}_tokens")
+            tokens = f", {tokens} tokens" if tokens else ""
+            rows.append([f"{name} text", f"{report[f'{name}_text']}{tokens}, SHA-256 `{digest}…`"])
+    metric, sentence = report["metric"], figures(report)
+    rows.append([f"**{metric}**", f"**{sentence.removeprefix(f'{metric} ')}**"])
+    for key in ("perplexity_of_starts", "hidden_state_change_of_starts"):
+        rows += [
+            [f"{metric} from {name}", f"{value:.3f}"] for name, value in report.get(key, {}).items()
         ]
-        lines += [
-            f"| {name} | {row['relative']:.3f} | {row['row_sum']:.2f} | {row['saturated']:.3f} | "
-            f"{row['r_squared']:.3f} | {row['residual_nats']:.2f} |"
-            for name, row in modules.items()
+    rows += [
+        [f"largest difference of a logit, {way}", f"{value:.1e}"]
+        for way, value in report.get("largest_logit_difference", {}).items()
+    ]
+    return table(["", ""], rows)
+
+
+def _rope(report: dict) -> list[str]:
+    if "rope" not in report:
+        return []
+    return [
+        f"The RoPE was changed by `{report['rope']['change']}` after the logits had been compared. "
+        "**This is not an identity**: what ssmax alone computes is what the source computes, but "
+        "the figures after the conversion are those with the other RoPE. `revert` takes it out."
+    ]
+
+
+def _by_length(report: dict) -> list[str]:
+    lines: list[str] = []
+    if lengths := report.get("lengths"):
+        rows = [
+            [
+                str(row["tokens"]),
+                f"{row['before']:.3f}",
+                f"{row['after']:.3f}",
+                f"{row['after'] / row['before']:.3f}" if row["before"] else "",
+            ]
+            for row in lengths
         ]
-    return "\n".join(lines) + "\n"
+        lines += table(["tokens", f"{report['metric']} before", "after", "times"], rows)
+    if needle := report.get("needle"):
+        rows = [
+            [
+                str(row["tokens"]),
+                str(row["samples"]),
+                *(f"{row[f'accuracy_{when}']:.0%}" for when in ("before", "after")),
+                *(f"{row[f'logprob_{when}']:.2f}" for when in ("before", "after")),
+            ]
+            for row in needle
+        ]
+        head = ["tokens", "needles", "found before", "after", "log-probability before", "after"]
+        lines += ["", *table(head, rows)]
+        lines += [
+            f"\nNo needles in {length} tokens: {why}."
+            for length, why in report["without_needle"].items()
+        ]
+    return lines
 
 
-def card(report: dict, plan: Plan, name: str) -> str:
-    """A model card: base model, method, figures, and the command that undoes it."""
-    return f"""---
-base_model: {report["source"]}
-tags: [hf-sigmoid, {plan.function}]
----
+def _modules(report: dict) -> list[str]:
+    if not (modules := report.get("modules")):
+        return []
+    head = ["module", "error with −log n", "as started", "row sum", "saturated", "R²", "residual"]
+    rows = [
+        [
+            name,
+            f"{row['relative_before']:.3f}",
+            f"{row['relative']:.3f}",
+            f"{row['row_sum']:.2f}",
+            f"{row['saturated']:.3f}",
+            f"{row['r_squared']:.3f}",
+            f"{row['residual_nats']:.2f}",
+        ]
+        for name, row in modules.items()
+    ]
+    return [
+        "Each module alone, on what it gets in the softmax model: the relative error of its output "
+        "with the bias −log n and with the numbers that it starts from; with these the mean row "
+        "sum of its weights (softmax's is 1), the share of rows whose largest weight is above "
+        "0.99, and how well the fit predicts the log-sum-exp: R² and what it leaves, in nats.",
+        "",
+        *table(head, rows),
+    ]
 
-# {report["source"]} with {plan.function} attention
 
-{plan}. Weights of the base model: SHA-256 `{report["weights_sha256"]}`.
+def _pictures(report: dict) -> list[str]:
+    if report["pictures"] is None:
+        return ["No pictures: they need matplotlib (`pip install 'hf-sigmoid[eval]'`)."]
+    return [f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in report["pictures"]]
 
-Perplexity on held-out text, {report["window"]} tokens: {report["perplexity_before"]:.3f} before,
-{report["perplexity_after"]:.3f} after, without any training. Details: `report.md`.
 
-    import hf_sigmoid
-    from transformers import AutoModelForCausalLM
+def _stages(report: dict) -> list[str]:
+    rows = [
+        [row["stage"], f"{row['seconds']:.1f}", str(row["tokens"] or "")]
+        for row in report["stages"]
+    ]
+    rows.append(["all, but for writing", f"{report['seconds']:.1f}", ""])
+    return table(["stage", "seconds", "tokens"], rows)
 
-    model = AutoModelForCausalLM.from_pretrained("{name}")
 
-Back to softmax: `hf-sigmoid revert {name} BACK`.
-"""
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)

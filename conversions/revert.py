@@ -8,22 +8,25 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_sigmoid import configuration, parameters
+from hf_sigmoid.conversions import folding
+from hf_sigmoid.conversions.models import weights
+from hf_sigmoid.conversions.rope import restore_rope
 
 REPORT = "report.json"  # what a conversion leaves in its folder
 
 
 def revert(model: PreTrainedModel) -> PreTrainedModel:
-    """Take the function and its row numbers out of a model, in place; its weights stay.
+    """Take the function, its row numbers and a changed RoPE out of a model; its weights stay.
 
     Raises:
         ValueError: the model is not converted.
     """
-    if not any(True for _ in parameters.holders(model)) and not getattr(
-        model.config, "hf_sigmoid", None
-    ):
+    holds = any(True for _ in parameters.holders(model))
+    if not holds and not configuration.find_section(model.config):
         raise ValueError(
             f"the model must be a converted one, got {type(model).__name__} on softmax"
         )
+    restore_rope(model)
     configuration.configure(model, "softmax")
     return model
 
@@ -31,11 +34,39 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
 def fingerprint(model: PreTrainedModel) -> str:
     """SHA-256 of a model's weights: names, types, shapes and bytes, row numbers left out."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in weights(model):
         if f".{parameters.HOLDER}." not in name:
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def restore_weights(model: PreTrainedModel, folder: str | Path) -> bool:
+    """Take what was folded into the projections of a reverted model back out, in place.
+
+    Returns:
+        Are the weights those of the softmax model that `folder` was converted from? If not, gains
+        and temperatures are divided out of whatever the weights are now.
+
+    Raises:
+        ValueError: the folder does not say what it was converted from, or a file in it is damaged.
+    """
+    folded = folding.Folded.load(folder)
+    if folded is None:
+        return check_untrained(model, folder)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"{folder} has {folding.FILE}: revert it without --device-map")
+    if folded.originals:
+        now = folding.Folded(
+            originals={name: model.get_parameter(name).data for name in folded.originals}
+        )
+        folding.restore(model, folded)
+        if check_untrained(model, folder):
+            return True
+        folding.restore(model, now)
+    places = folding.find_places(model, torch.arange(4)[None])
+    folding.unfold(model, places, folded)
+    return False
 
 
 def check_untrained(model: PreTrainedModel, folder: str | Path) -> bool:

@@ -12,8 +12,15 @@ from hf_sigmoid.conversions.calibrate import NormalEquations
 PARTS = ("gram", "moment", "square")
 
 
-def save(sums: dict[str, NormalEquations], path: str | Path, *, weights: str, tokens: int) -> None:
-    """Write the sums of a model with this fingerprint, collected on so many tokens."""
+def save(
+    sums: dict[str, NormalEquations],
+    path: str | Path,
+    *,
+    weights: str,
+    tokens: int,
+    text: str | None,
+) -> None:
+    """Write the sums of a model with this fingerprint, of so many tokens of the text of a hash."""
     tensors = {
         f"{name}.{part}": getattr(each, part) for name, each in sums.items() for part in PARTS
     }
@@ -21,6 +28,7 @@ def save(sums: dict[str, NormalEquations], path: str | Path, *, weights: str, to
         "format": "pt",
         "weights_sha256": weights,
         "tokens": str(tokens),
+        **({} if text is None else {"text_sha256": text}),
         "rows": json.dumps({name: each.rows for name, each in sums.items()}),
     }
     path = Path(path)
@@ -29,8 +37,8 @@ def save(sums: dict[str, NormalEquations], path: str | Path, *, weights: str, to
     os.replace(temporary, path)
 
 
-def load(path: str | Path, *, weights: str) -> tuple[dict[str, NormalEquations], int]:
-    """The sums, and how many tokens they are of.
+def load(path: str | Path, *, weights: str) -> tuple[dict[str, NormalEquations], int, str | None]:
+    """The sums, how many tokens they are of, and the SHA-256 of the text.
 
     Raises:
         ValueError: not such a file, or one of a model with other weights.
@@ -56,4 +64,4 @@ def load(path: str | Path, *, weights: str) -> tuple[dict[str, NormalEquations],
         name: NormalEquations(*(tensors[f"{name}.{part}"] for part in PARTS), rows[name])
         for name in rows
     }
-    return sums, int(metadata["tokens"])
+    return sums, int(metadata["tokens"]), metadata.get("text_sha256")

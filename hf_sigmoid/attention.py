@@ -1,5 +1,7 @@
 """What transformers calls for both names: from its arguments to those of the two verbs."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
@@ -29,17 +31,6 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    position_bias: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    sinks: Tensor | None = None,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    indices: Tensor | None = None,
     output_attentions: bool | None = False,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
@@ -52,15 +43,70 @@ def attention(
     Raises:
         Unsupported: the model passes an argument that this function cannot honour.
     """
+    holder = getattr(module, HOLDER, None)
+    if holder is not None and holder.function == "softmax":
+        function = "softmax"  # a layer that the section leaves as it was
+    call = read(function, module, query, key, value, attention_mask, **kwargs)
+    options = call.options
+    # A holder of the other function (the model runs under another name) says nothing about this.
+    owned = holder is not None and holder.function == function != "softmax"
+    if function == "sigmoid":
+        options["bias"] = holder(call.log_n, call.query) if owned else -call.log_n
+    else:
+        options["multiplier"] = holder(call.log_n, call.query) if owned else 1.0
+        options["sinks"] = call.sinks
+    name = "sigmoid" if function == "sigmoid" else "ssmax"
+    if output_attentions or _records_attentions():
+        output, weights = getattr(reference, f"{name}_attention")(*call[:3], **options)
+        weights = weights.to(call.query.dtype)
+    else:
+        output, weights = getattr(functional, f"{name}_attention")(*call[:3], **options), None
+    return output.transpose(1, 2).contiguous(), weights
+
+
+class Call(NamedTuple):
+    """What transformers' arguments mean: those of either verb, and log n of every query."""
+
+    query: Tensor  # [B, H, M, D]
+    key: Tensor  # [B, G, N, D]
+    value: Tensor  # [B, G, N, V]
+    options: dict  # by keyword, to both verbs
+    log_n: Tensor  # broadcastable to [B, H, M]
+    sinks: Tensor | None  # [H], ssmax's alone
+
+
+def read(
+    function: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    indices: Tensor | None = None,
+    **kwargs,
+) -> Call:
+    """From transformers' arguments to the verbs'.
+
+    Raises:
+        Unsupported: the model passes an argument that `function` cannot honour.
+    """
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
             raise Unsupported(
                 f"{function}: {type(module).__name__} passes `{name}` ({what}), "
                 "which is not supported: use the model's own softmax"
             )
-    holder = getattr(module, HOLDER, None)
-    if holder is not None and holder.function == "softmax":
-        function = "softmax"  # a layer that the section leaves as it was
     sinks = s_aux if sinks is None else sinks
     if sinks is not None and function == "sigmoid":
         refuse_sinks(module)
@@ -104,24 +150,7 @@ def attention(
         "scaling": scaling, "visible": visible, "is_causal": is_causal, "softcap": softcap,
         "logit_bias": logit_bias, "dropout": dropout,
     }  # fmt: skip
-    log_n = torch.log(count.clamp(min=1))
-    # A holder of the other function (the model runs under another name) says nothing about this.
-    owned = holder is not None and holder.function == function != "softmax"
-    if function == "sigmoid":
-        options["bias"] = holder(log_n, query) if owned else -log_n
-    else:
-        options["multiplier"] = holder(log_n, query) if owned else 1.0
-        options["sinks"] = sinks
-    name = "sigmoid" if function == "sigmoid" else "ssmax"
-    if output_attentions or _records_attentions():
-        output, weights = getattr(reference, f"{name}_attention")(query, key, value, **options)
-        weights = weights.to(dtype)
-    else:
-        output, weights = (
-            getattr(functional, f"{name}_attention")(query, key, value, **options),
-            None,
-        )
-    return output.transpose(1, 2).contiguous(), weights
+    return Call(query, key, value, options, torch.log(count.clamp(min=1)), sinks)
 
 
 def _of_layer(lengths: dict[str, Tensor], module: nn.Module, function: str) -> Tensor:

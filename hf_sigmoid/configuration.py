@@ -187,13 +187,27 @@ def check_section(config: PreTrainedConfig) -> None:
 
 def check_layers(layers: Sequence[int], config: PreTrainedConfig) -> list[int]:
     """The indices, sorted; ValueError if one is not of a layer."""
-    count = getattr(config, "num_hidden_layers", None)
+    count = layer_count(config)
     for layer in layers:
         fits = isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0
         if not fits or (isinstance(count, int) and layer >= count):
             last = f" to {count - 1}" if isinstance(count, int) else ""
             raise ValueError(f"layers must be indices from 0{last}, got {layer!r}")
     return sorted(set(layers))
+
+
+def layer_count(config: PreTrainedConfig) -> int | None:
+    """How many layers a model has; an encoder-decoder as many as its deeper stack."""
+    names = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+    counts = [getattr(config, name, None) for name in names]
+    return max((count for count in counts if isinstance(count, int)), default=None)
+
+
+def find_section(config: PreTrainedConfig) -> dict | None:
+    """The first section that a config or one of its parts has."""
+    parts = sub_configs(config).values()
+    found = (getattr(config, "hf_sigmoid", None), *map(find_section, parts))
+    return next((section for section in found if section), None)
 
 
 def _section(function: str) -> dict:
@@ -203,14 +217,17 @@ def _section(function: str) -> dict:
 
 def _configs(config: PreTrainedConfig, model: nn.Module | None) -> list[PreTrainedConfig]:
     """This config and every copy that a part of the model holds (the stacks of T5), each once."""
-    from transformers.modeling_utils import PreTrainedModel
-
     found = {id(config): config}
     if model is not None:
-        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-        for part in (*parts, *(module for _, module in attention_modules(model))):
+        for part in (*_parts(model), *(module for _, module in attention_modules(model))):
             found.setdefault(id(part.config), part.config)
     return list(found.values())
+
+
+def _parts(model: nn.Module) -> list["PreTrainedModel"]:
+    from transformers.modeling_utils import PreTrainedModel
+
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
 
 
 def _unset(config: PreTrainedConfig, model: "PreTrainedModel | None") -> None:
@@ -226,7 +243,11 @@ def _unset(config: PreTrainedConfig, model: "PreTrainedModel | None") -> None:
         pending += sub_configs(each).values()
     if model is not None:
         detach(model)
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        for part in _parts(model):
+            if part.config._attn_implementation in FUNCTIONS:
+                name = "sdpa" if part._supports_sdpa else "eager"
+                # Of this part alone: others may not support it, or run what they were given.
+                part.set_attn_implementation({"": name})
 
 
 def _paper_slope(config: PreTrainedConfig, function: str) -> float:

@@ -96,8 +96,15 @@ def attach(model: nn.Module) -> None:
         # it stays on the meta device, even where a module (diffllama's) has a parameter with some.
         own = next(module.parameters(), None)
         if own is not None and not any(parameter.is_meta for parameter in holder.parameters()):
-            holder = holder.to(own.device)
+            holder = holder.to(_execution_device(module) if own.is_meta else own.device)
         module.add_module(HOLDER, holder)
+
+
+def _execution_device(module: nn.Module) -> torch.device | str | int:
+    """Where accelerate runs a module whose weights it offloaded; meta if it did not."""
+    hooks = (getattr(each, "_hf_hook", None) for each in module.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((device for device in devices if device is not None), "meta")
 
 
 def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -193,19 +193,13 @@ def _wrap_save(original):
     """
 
     def save_pretrained(self, *args, **kwargs):
-        if _has_section(self.config):
+        if configuration.find_section(self.config):
             self.config.attn_implementation = _implementations(self.config)
         elif getattr(self.config, "attn_implementation", None) is not None:
             del self.config.attn_implementation  # taken back out since it was last saved
         return original(self, *args, **kwargs)
 
     return save_pretrained
-
-
-def _has_section(config: PreTrainedConfig) -> bool:
-    return bool(getattr(config, "hf_sigmoid", None)) or any(
-        map(_has_section, sub_configs(config).values())
-    )
 
 
 def _implementations(config: PreTrainedConfig) -> str | dict | None:

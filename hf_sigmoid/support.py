@@ -3,7 +3,7 @@
 import functools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
@@ -214,14 +214,14 @@ def refuse_sinks(module: nn.Module, path: str = "") -> NoReturn:
 @contextmanager
 def unchanged_on_error(model: "PreTrainedModel") -> Iterator[None]:
     """A refusal leaves functions, sections and holders of a model as they were."""
-    configs = {id(config): config for config in _configs(model)}
-    names = {key: config._attn_implementation for key, config in configs.items()}
-    sections = {key: vars(config).get("hf_sigmoid") for key, config in configs.items()}
+    found = {id(config): config for config in configs(model)}
+    names = {key: config._attn_implementation for key, config in found.items()}
+    sections = {key: vars(config).get("hf_sigmoid") for key, config in found.items()}
     owned = {module: module._modules[HOLDER] for _, module in holders(model)}
     try:
         yield
     except BaseException:
-        for key, config in configs.items():
+        for key, config in found.items():
             config._attn_implementation_internal = names[key]
             if sections[key] is None:
                 vars(config).pop("hf_sigmoid", None)
@@ -234,11 +234,16 @@ def unchanged_on_error(model: "PreTrainedModel") -> Iterator[None]:
         raise
 
 
-def check_softmax_model(model: "PreTrainedModel", function: str) -> None:
+def check_softmax_model(
+    model: "PreTrainedModel", function: str, layers: Sequence[int] | None = None
+) -> None:
     """Raise `Unsupported` if a model that runs softmax now could not run `function` throughout."""
     for part in _models(model):
         check_class(type(part), part.config, function)
         _refuse_private(part, function)
+    for path, module in attention_modules(model) if function == "sigmoid" else ():
+        if _has_sinks(module) and (layers is None or layer_index(path, module) in layers):
+            refuse_sinks(module, path)
 
 
 def _check_modules(model: "PreTrainedModel", function: str) -> None:
@@ -249,9 +254,12 @@ def _check_modules(model: "PreTrainedModel", function: str) -> None:
         converted = module.config._attn_implementation == function and (
             holder is None or holder.function == function
         )
-        sinks = isinstance(getattr(module, "sinks", None), nn.Parameter)
-        if function == "sigmoid" and converted and sinks:
+        if function == "sigmoid" and converted and _has_sinks(module):
             refuse_sinks(module, path)
+
+
+def _has_sinks(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "sinks", None), nn.Parameter)
 
 
 def _refuse_private(model: "PreTrainedModel", function: str) -> None:
@@ -266,10 +274,12 @@ def _refuse_private(model: "PreTrainedModel", function: str) -> None:
 
 def _check_layers(model: "PreTrainedModel") -> None:
     """Raise `Unsupported` if a layer that a section names has no attention to convert."""
-    sections: dict[int, tuple[dict, set[int | None]]] = {}
+    sections: dict[tuple, tuple[dict, set[int | None]]] = {}
     for path, module in attention_modules(model):
         if (section := getattr(module.config, "hf_sigmoid", None)) and section.get("layers"):
-            there = sections.setdefault(id(section), (section, set()))[1]
+            # The stacks of T5 have copies of one config, and not always as many layers.
+            key = type(module.config), str(section)
+            there = sections.setdefault(key, (section, set()))[1]
             there.add(layer_index(path, module))
     for section, there in sections.values():
         if missing := sorted(set(section["layers"]) - there):
@@ -295,7 +305,7 @@ def _models(model: nn.Module) -> Iterator["PreTrainedModel"]:
     return (part for part in model.modules() if isinstance(part, PreTrainedModel))
 
 
-def _configs(model: "PreTrainedModel") -> Iterator[PreTrainedConfig]:
+def configs(model: "PreTrainedModel") -> Iterator[PreTrainedConfig]:
     """Every config that a part of the model has, and their sub-configs."""
     pending = [part.config for part in _models(model)]
     pending += [module.config for _, module in attention_modules(model)]

@@ -38,16 +38,17 @@ def save(
     *,
     step: int,
     keep: int,
-    model: Any,
-    tokenizer: Any,
-    optimizer: torch.optim.Optimizer,
+    fill: Callable[[Path], None],
     state: dict[str, Any],
 ) -> None:
-    """Write `root/step_N` with `state` in its manifest, then delete all but the `keep` newest."""
+    """Write `root/step_N` with `state` in its manifest, then delete all but the `keep` newest.
+
+    Args:
+        fill: writes the model and the optimiser into a folder.
+    """
 
     def write(folder: Path) -> None:
-        save_model(folder / "model", model, tokenizer)
-        save_file(optimizer_tensors(optimizer, model), folder / OPTIMIZER)
+        fill(folder)
         sizes = {
             str(path.relative_to(folder)): path.stat().st_size
             for path in sorted(folder.rglob("*"))
@@ -98,6 +99,10 @@ def write_text(file: Path, content: str) -> None:
     temporary = file.with_name(file.name + ".tmp")
     temporary.write_text(content, encoding="utf-8")
     os.replace(temporary, file)
+
+
+def save_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Any) -> None:
+    save_file(optimizer_tensors(optimizer, model), folder / OPTIMIZER)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: Any) -> dict[str, torch.Tensor]:

@@ -264,9 +264,7 @@ class Training:
                 self.checkpoints,
                 step=step,
                 keep=self.run.checkpoint.keep,
-                model=self._bare_model(),
-                tokenizer=self.tokenizer,
-                optimizer=self.optimizer,
+                fill=self._write_checkpoint,
                 state={
                     "packer": self.packer.state(),
                     "blocks_per_step": self.blocks_per_step,
@@ -274,6 +272,10 @@ class Training:
                 },
             )
         self.accelerator.wait_for_everyone()
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        checkpointing.save_model(folder / "model", self._bare_model(), self.tokenizer)
+        checkpointing.save_optimizer(folder, self.optimizer, self._bare_model())
 
     def _sum(self, *values: float) -> Any:
         """Values summed over the processes, in float64."""

@@ -11,7 +11,6 @@ where accuracy stands at 0 or 100 %. Every model sees the same samples.
 
 import argparse
 import hashlib
-import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ import needle_report
 import output_folder
 import torch
 from errors import BadInput
-from haystack import ANSWER, HEAD, NEEDLE, TAIL, Haystack, Sample
 from loading import check_attention, check_weights, load, load_model, max_positions
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -31,6 +29,8 @@ from transformers import AutoTokenizer
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
 from hf_sigmoid import text
 from hf_sigmoid.conversions.embedded import checkpoint as resolve
+from hf_sigmoid.conversions.haystack import ANSWER, HEAD, NEEDLE, TAIL, Haystack, Sample
+from hf_sigmoid.conversions.needles import score_answers
 
 TASK = "single_needle"
 
@@ -132,7 +132,11 @@ class _Plan:
         check_attention(self.source, self.attn)
         check_weights(self.source)
         self.weights = _weights_digest(self.source)
-        self.haystack = Haystack(haystack, load(AutoTokenizer, self.source))
+        tokenizer = load(AutoTokenizer, self.source)
+        try:
+            self.haystack = Haystack(haystack, tokenizer)
+        except ValueError as error:
+            raise BadInput(f"--haystack: {error}") from None
         self.cells = [
             (length, depth, index)
             for length in args.lengths
@@ -152,7 +156,10 @@ class _Plan:
 
     def sample(self, cell: tuple[int, float, int], seed: int) -> Sample:
         length, depth, index = cell
-        return self.haystack.sample(length=length, depth=depth, seed=seed, index=index)
+        try:
+            return self.haystack.sample(length=length, depth=depth, seed=seed, index=index)
+        except ValueError as error:
+            raise BadInput(f"--lengths: {error}") from None
 
 
 class _SamplesFile:
@@ -293,29 +300,6 @@ def _batches(cells: list[tuple], size: int) -> Iterator[list[tuple]]:
         length, depth, index = cells[start]
         if index % size == 0:
             yield [c for c in cells[start : start + size] if c[:2] == (length, depth)]
-
-
-@torch.no_grad()
-def score_answers(model: Any, samples: list[Sample]) -> list[dict[str, Any]]:
-    """For each of some samples of one length: `logprob` (mean over the answer) and `correct`."""
-    scores: dict[int, dict[str, Any]] = {}
-    # Most tokenizers give every code the same number of tokens, but it is not a law.
-    for size in {len(sample.answer) for sample in samples}:
-        group = [i for i, sample in enumerate(samples) if len(sample.answer) == size]
-        # The last answer token is predicted, never read.
-        ids = torch.tensor(
-            [samples[i].prompt + samples[i].answer[:-1] for i in group], device=model.device
-        )
-        answers = torch.tensor([samples[i].answer for i in group], device=model.device)
-        options = {}
-        if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            options["logits_to_keep"] = size
-        logits = model(input_ids=ids, use_cache=False, **options).logits[:, -size:].float()
-        logprobs = logits.log_softmax(-1).gather(-1, answers[..., None])[..., 0].mean(-1)
-        correct = (logits.argmax(-1) == answers).all(-1)
-        for i, logprob, right in zip(group, logprobs.tolist(), correct.tolist(), strict=True):
-            scores[i] = {"logprob": logprob, "correct": right}
-    return [scores[i] for i in range(len(samples))]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import checkpointing
 import output_folder
 import run_config
 from errors import BadInput
-from run_config import Run
+from run_config import Distil, Run
 
 CHECKPOINTS, FINAL, CONFIG = "checkpoints", "final", "config.yaml"
 RECORD = "training.json"  # in the final model's folder: how it was trained
@@ -16,7 +16,7 @@ RECORD = "training.json"  # in the final model's folder: how it was trained
 MAY_CHANGE = {"output_dir", "resume", "checkpoint.every", "checkpoint.keep", "train.steps"}
 
 
-def find(folder: Path, run: Run) -> checkpointing.Checkpoint | None:
+def find(folder: Path, run: Run | Distil) -> checkpointing.Checkpoint | None:
     """The checkpoint in `folder` to go on from; refuses a folder that is not this run's."""
     output_folder.check(folder, "output_dir")
     # A run killed at its very start leaves no more than an unfinished file.
@@ -30,7 +30,7 @@ def find(folder: Path, run: Run) -> checkpointing.Checkpoint | None:
     saved_file = folder / CONFIG
     if not saved_file.is_file():
         raise BadInput(f"output_dir {folder} is not empty and holds no run of this recipe")
-    saved = run_config.flat(run_config.load(saved_file, []))
+    saved = run_config.flat(run_config.load(saved_file, [], type(run)))
     for key, value in run_config.flat(run).items():
         if value != saved[key] and key not in MAY_CHANGE:
             raise BadInput(
@@ -38,7 +38,7 @@ def find(folder: Path, run: Run) -> checkpointing.Checkpoint | None:
                 "resume it with its own values or choose another output_dir"
             )
     checkpoint = checkpointing.latest(folder / CHECKPOINTS)
-    finished, asked = finished_steps(folder), run.train.steps
+    finished, asked = finished_steps(folder), run.steps
     if finished is None or finished == asked:
         return checkpoint
     # A run that goes on replaces the finished model, one that starts again would lose it.
@@ -69,7 +69,11 @@ def finished_steps(folder: Path) -> int | None:
 
 
 def check(
-    checkpoint: checkpointing.Checkpoint, run: Run, *, blocks_per_step: int, corpus_sha256: str
+    checkpoint: checkpointing.Checkpoint,
+    run: Run | Distil,
+    *,
+    blocks_per_step: int,
+    corpus_sha256: str,
 ) -> None:
     """Refuse to go on from a checkpoint that this run would not have written."""
     folder, manifest = checkpoint.folder, checkpoint.manifest
@@ -81,8 +85,8 @@ def check(
         )
     if manifest["corpus_sha256"] != corpus_sha256:
         raise BadInput(f"data.path: the text is not the one that {folder} was trained on")
-    if checkpoint.step > run.train.steps:
+    if checkpoint.step > run.steps:
         raise BadInput(
             f"train.steps: expected at least the {checkpoint.step} steps of {folder}, got "
-            f"{run.train.steps}"
+            f"{run.steps}"
         )

@@ -1,4 +1,4 @@
-"""The configuration of a training run: every key, its type, its default, and how it is read.
+"""The configuration of a run: every key, its type, its default, and how it is read.
 
 A run is a YAML file of nested keys plus `key.sub=value` overrides. Whatever is not declared here
 is an error, so a misspelt key cannot be ignored.
@@ -67,13 +67,107 @@ class Run:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     @property
+    def steps(self) -> int:
+        return self.train.steps
+
+    @property
     def warmup_steps(self) -> int:
         asked = self.optim.warmup_steps
         return min(100, self.train.steps // 10) if asked is None else asked
 
 
-_CHOICES = {"resume": ("auto", "none"), "train.precision": ("fp32", "bf16")}
+@dataclass
+class Layerwise:
+    """Every converted attention module alone, on what it gets in the softmax model."""
+
+    steps: int = 120
+    train: str = "numbers"  # row numbers, gains, temperatures; "projections": and q, k, v, o;
+    # "lora": and low-rank changes of q, k, v, o
+    lr: float = 1e-4  # of the projections
+    numbers_lr: float = 5e-3  # of row numbers (`log_length`), gains and temperatures
+
+
+@dataclass
+class EndToEnd:
+    """The whole model on the softmax model's next-token distributions."""
+
+    steps: int = 0
+    train: str = "numbers"  # "numbers", "projections", "lora" as above, or "all" weights
+    lr: float = 1e-4  # of everything but the numbers
+    # Of the numbers: w·q sums over the head dim, and what one layer changes all later ones see.
+    numbers_lr: float = 5e-4
+    kl: float = 1.0  # weight of KL(softmax model ‖ this one); the rest is the text's cross entropy
+    blend: float = 0.0  # the part of the steps over which softmax fades out; 0: sigmoid at once
+
+
+@dataclass
+class Evaluate:
+    """Perplexity of the student on held-out text, in the log beside the losses."""
+
+    path: str | list[str] | None = None  # .txt files; null: none
+    every: int = 50  # steps; and at the end
+    windows: int = 8  # of train.block_size tokens, spread over each file
+
+
+@dataclass
+class Batch:
+    block_size: int = 512  # tokens a row
+    batch_size: int = 1  # rows of one micro-batch on one process
+    grad_accumulation: int = 1  # micro-batches of one step
+    precision: str = "fp32"  # fp32, or bf16 autocast over fp32 weights
+
+
+@dataclass
+class DistilOptim:
+    min_lr_ratio: float = 0.1  # where the cosine of each stage ends, as a part of its peak
+    warmup: float = 0.1  # the part of a stage's steps that warms up
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip: float = 1.0  # of the gradient norm: of each module alone, then of the model; 0: none
+    lora_rank: int = 16
+
+
+@dataclass
+class Distil:
+    """`distil_attention.py`."""
+
+    model: str = ""  # a converted checkpoint's folder
+    teacher: str | None = None  # softmax checkpoint; null: what `model` was converted from
+    output_dir: str = ""
+    seed: int = 0
+    resume: str = "auto"  # "auto": go on from the last complete checkpoint; "none": a fresh folder
+    data: Data = field(default_factory=Data)
+    train: Batch = field(default_factory=Batch)
+    layerwise: Layerwise = field(default_factory=Layerwise)
+    end_to_end: EndToEnd = field(default_factory=EndToEnd)
+    optim: DistilOptim = field(default_factory=DistilOptim)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+    @property
+    def steps(self) -> int:
+        return self.layerwise.steps + self.end_to_end.steps
+
+
+TRAINED = ("numbers", "projections", "lora")
+_CHOICES = {
+    "resume": ("auto", "none"),
+    "train.precision": ("fp32", "bf16"),
+    "layerwise.train": TRAINED,
+    "end_to_end.train": (*TRAINED, "all"),
+}
 _LEAST = {  # inclusive
+    **{
+        f"{stage}.{k}": 0
+        for stage in ("layerwise", "end_to_end")
+        for k in ("steps", "lr", "numbers_lr")
+    },
+    **{f"end_to_end.{k}": 0 for k in ("kl", "blend")},
+    "optim.warmup": 0,
+    "optim.lora_rank": 1,
+    "evaluate.every": 1,
+    "evaluate.windows": 1,
     **{f"train.{k}": 1 for k in ("steps", "batch_size", "grad_accumulation")},
     "train.block_size": 2,  # one token to read and one to predict
     **{f"optim.{k}": 0 for k in ("lr", "log_length_lr", "min_lr_ratio", "warmup_steps")},
@@ -83,10 +177,14 @@ _LEAST = {  # inclusive
     "seed": 0,
 }
 _BELOW = {"optim.beta1": 1, "optim.beta2": 1}
+_MOST = {"end_to_end.kl": 1, "end_to_end.blend": 1, "optim.warmup": 1}
 
 
-def load(file: str | os.PathLike | None, overrides: list[str]) -> Run:
-    """The run that a YAML file and `key.sub=value` overrides describe; overrides win."""
+def load(file: str | os.PathLike | None, overrides: list[str], kind: type = Run) -> Any:
+    """The `Run` (or `Distil`) that a YAML file and `key.sub=value` overrides describe.
+
+    Overrides win.
+    """
     values: dict[str, Any] = {}
     if file is not None:
         values |= _read(Path(file))
@@ -95,7 +193,7 @@ def load(file: str | os.PathLike | None, overrides: list[str]) -> Run:
         if not equals:
             raise BadInput(f"expected KEY=VALUE after the options, got {override!r}")
         values[key] = _parse(value, override)
-    run = Run()
+    run = kind()
     kinds = _kinds(run)
     for key, value in values.items():
         if key not in kinds:
@@ -107,12 +205,12 @@ def load(file: str | os.PathLike | None, overrides: list[str]) -> Run:
     return run
 
 
-def flat(run: Run) -> dict[str, Any]:
+def flat(run: Any) -> dict[str, Any]:
     """Every key of a run with its value, by dotted name."""
     return {key: getattr(*_owner(run, key)) for key in _kinds(run)}
 
 
-def dump(run: Run) -> str:
+def dump(run: Any) -> str:
     """A run as YAML that `load` reads back."""
     nested: dict[str, Any] = {}
     for key, value in flat(run).items():
@@ -162,7 +260,7 @@ def _kinds(node: Any, prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def _owner(run: Run, key: str) -> tuple[Any, str]:
+def _owner(run: Any, key: str) -> tuple[Any, str]:
     *parents, name = key.split(".")
     owner: Any = run
     for parent in parents:
@@ -194,17 +292,17 @@ def _checked(key: str, value: Any, kind: Any) -> Any:
     raise BadInput(f"{key}: expected {names}, got {value!r}")
 
 
-def _check(run: Run) -> None:
+def _check(run: Any) -> None:
     values = flat(run)
     for key in ("model", "output_dir"):
         if not values[key]:
             raise BadInput(f"{key} is missing: give {key}=… on the command line or in the YAML")
     for key, choices in _CHOICES.items():
-        if values[key] not in choices:
+        if key in values and values[key] not in choices:
             raise BadInput(f"{key}: expected one of {', '.join(choices)}, got {values[key]!r}")
     for key, least in _LEAST.items():
         # Written so that nan fails too.
-        if values[key] is not None and not values[key] >= least:
+        if values.get(key) is not None and not values[key] >= least:
             raise BadInput(f"{key}: expected at least {least}, got {values[key]}")
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -212,6 +310,15 @@ def _check(run: Run) -> None:
     for key, bound in _BELOW.items():
         if values[key] >= bound:
             raise BadInput(f"{key}: expected a number below {bound}, got {values[key]}")
+    for key, most in _MOST.items():
+        if key in values and values[key] > most:
+            raise BadInput(f"{key}: expected at most {most}, got {values[key]}")
+    if isinstance(run, Distil):
+        if run.layerwise.steps + run.end_to_end.steps < 1:
+            raise BadInput(
+                "layerwise.steps and end_to_end.steps: expected at least one step, got 0"
+            )
+        return
     if run.warmup_steps > run.train.steps:
         raise BadInput(
             f"optim.warmup_steps: expected at most train.steps = {run.train.steps}, "

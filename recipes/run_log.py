@@ -16,7 +16,7 @@ class RunLog:
     """
 
     def __init__(self, file: Path, *, after: int):
-        kept = _read(file)[:after]
+        self.kept = kept = _read(file)[:after]
         if [line["step"] for line in kept] != list(range(1, after + 1)):
             raise RuntimeError(f"{file} does not hold the steps 1 to {after} of its checkpoint")
         write_text(file, "".join(json.dumps(line) + "\n" for line in kept))

@@ -323,7 +323,7 @@ def test_report_and_card_say_what_was_done(source, tmp_path):
     report = (tmp_path / "out" / "report.md").read_text()
     assert "| model.layers.1.self_attn |" in report and "layers.0" not in report
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"base_model: {source}" in card and "hf-sigmoid revert out BACK" in card
+    assert "with sigmoid attention" in card and "hf-sigmoid revert out BACK" in card
 
 
 def test_too_little_disk_is_said_before_the_work(source, tmp_path, monkeypatch):
@@ -444,7 +444,7 @@ def bad_inputs(source, tmp_path):
         "off_interface": ({"source": bloom}, "BloomForCausalLM does not go through transformers'"),
         "not_a_language_model": (
             {"source": bert},
-            "must be a causal language model, got model type 'vit'",
+            "must read text, got ViTModel, which reads pixel_values",
         ),
         "converted": (
             {"source": converted},
@@ -461,8 +461,8 @@ def bad_inputs(source, tmp_path):
         "stats": ({"stats": tmp_path / "nowhere"}, "statistics must be a file, got .*nowhere"),
         "not_stats": ({"stats": weights}, "holds no calibration statistics|cannot be read"),
         "composite": (
-            {"source": composite},
-            "plain language model, got 'gemma3', which is composed",
+            {"source": composite, "part": "audio_config"},
+            "--part must be one of text_config, vision_config, got 'audio_config'",
         ),
         "short_window": ({"window": 1}, "a window of at least 4 tokens and 1 window, got 1 and 6"),
         "no_windows": ({"windows": 0}, "a window of at least 4 tokens and 1 window, got 32 and 0"),

@@ -357,7 +357,8 @@ def keywords_of_the_interface() -> dict[str, set[str]]:
 def test_every_keyword_that_a_model_passes_is_honoured_refused_or_known_to_say_nothing():
     found = keywords_of_the_interface()
     assert len(found["scaling"]) > 300  # the scan sees the calls
-    honoured = set(inspect.signature(attention.attention).parameters) - {"function", "kwargs"}
+    signatures = map(inspect.signature, (attention.attention, attention.read))
+    honoured = {name for each in signatures for name in each.parameters} - {"function", "kwargs"}
     known = honoured | set(attention.REFUSED) | set(attention.WITHOUT_MEANING) | {"**"}
     unknown = {name: users for name, users in found.items() if name not in known}
     assert not unknown

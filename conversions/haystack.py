@@ -12,8 +12,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from errors import BadInput
-
 HEAD = "Read the text and answer the question at the end.\n\nText:"
 NEEDLE = " The special access code for {city} is {value}."
 TAIL = (
@@ -50,13 +48,16 @@ class Haystack:
     Args:
         text: the text; line and paragraph breaks are read as blanks, chapter headings left out.
         tokenizer: a fast tokenizer, since places in the text come from its offsets.
+
+    Raises:
+        ValueError: another tokenizer, or a text without sentences.
     """
 
     def __init__(self, text: str, tokenizer: Any):
         text = re.sub(r"(?m)^CHAPTER \w+$", "", text)
         text = " " + " ".join(text.split())
         if not getattr(tokenizer, "is_fast", False):
-            raise BadInput(f"expected a fast tokenizer, got {type(tokenizer).__name__}")
+            raise ValueError(f"expected a fast tokenizer, got {type(tokenizer).__name__}")
         self.tokenizer = tokenizer
         encoded = tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -65,11 +66,15 @@ class Haystack:
         self.boundaries = _sentence_starts(text, encoded["offset_mapping"])
         self.cities = [city for city in CITIES if city not in text]
         if not self.boundaries or not self.cities:
-            raise BadInput("the haystack has no sentence to put a needle before")
+            raise ValueError("the haystack has no sentence to put a needle before")
         self._start = _special_prefix(tokenizer)
 
     def sample(self, *, length: int, depth: float, seed: int, index: int) -> Sample:
-        """Sample `index` of a cell; the same for every model of one tokenizer, in any order."""
+        """Sample `index` of a cell; the same for every model of one tokenizer, in any order.
+
+        Raises:
+            ValueError: a length that the question alone exceeds, or that the text does not fill.
+        """
         rng = random.Random(f"{seed}/{length}/{depth:.6f}/{index}")
         city, value = rng.choice(self.cities), str(rng.randrange(100_000, 1_000_000))
         words = {"city": city, "value": value}
@@ -78,8 +83,8 @@ class Haystack:
         tail, answer = self._joined(TAIL.format(**words), ANSWER.format(**words))
         room = length - len(head) - len(needle) - len(tail)
         if room < 1:
-            raise BadInput(
-                f"--lengths: the question alone has {length - room} tokens, expected a length "
+            raise ValueError(
+                f"the question alone has {length - room} tokens, expected a length "
                 f"beyond that, got {length}"
             )
         before = round(depth * room)
@@ -87,9 +92,9 @@ class Haystack:
         low = bisect.bisect_left(self.boundaries, before)
         high = bisect.bisect_right(self.boundaries, len(self.ids) - (room - before))
         if low >= high:
-            raise BadInput(
-                f"--lengths: the haystack has {len(self.ids)} tokens, expected well over the "
-                f"{room} that a prompt of {length} needs: give a longer --haystack"
+            raise ValueError(
+                f"the haystack has {len(self.ids)} tokens, expected well over the {room} that a "
+                f"prompt of {length} needs: give a longer text"
             )
         place = self.boundaries[rng.randrange(low, high)]
         left = head + self.ids[place - before : place]

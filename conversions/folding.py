@@ -1,0 +1,372 @@
+"""A gain and a temperature for every head, folded into the projections that a model has anyway.
+
+    o_h = g_h · Σ_n σ(t_h · τ q·k_n + b) v_n
+
+The gain g_h multiplies the columns of the output projection that read head h, the temperature t_h
+the rows of the query projection that write it: the model needs no parameter for either. Which rows
+and columns these are is not read off names but found by running each attention module (fused,
+grouped and latent projections differ), and tried before it is used: where a norm after the
+projection would undo the scaling, the module has no such place.
+
+Numbers are rounded when weights are multiplied, so undoing it by division is not exact. `fold`
+returns the tensors that it replaced; `save` keeps them beside the checkpoint, `restore` puts them
+back bit for bit.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hf_sigmoid import parameters
+
+FILE = "folded.safetensors"  # beside a checkpoint
+KINDS = ("gain", "temperature")
+
+
+@dataclass
+class Place:
+    """Where one number a head can be multiplied into a projection."""
+
+    module: str  # name of the projection in the model
+    features: list[Tensor]  # for each head the projection's output (query) or input features
+
+
+@dataclass
+class Places:
+    """Of one attention module; None: it has no such place."""
+
+    gain: Place | None = None
+    temperature: Place | None = None
+
+
+@dataclass
+class Folded:
+    """What was folded into a model, and the tensors as they were."""
+
+    factors: dict[str, Tensor] = field(default_factory=dict)  # "gain/MODULE" -> [H]
+    originals: dict[str, Tensor] = field(default_factory=dict)  # parameter's name -> tensor
+
+    def save(self, folder: Path) -> None:
+        """Write `folded.safetensors` into a checkpoint's folder."""
+        tensors = {f"factor/{name}": t for name, t in self.factors.items()}
+        tensors |= {f"original/{name}": t for name, t in self.originals.items()}
+        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, folder / FILE)
+
+    def and_then(self, later: "Folded", *, keep_originals: bool) -> "Folded":
+        """Both as one: the factors of both, and the tensors as they were before the first."""
+        factors = dict(self.factors)
+        for name, factor in later.factors.items():
+            factors[name] = factors[name] * factor if name in factors else factor
+        kept = {**later.originals, **self.originals} if keep_originals else {}
+        return Folded(factors, kept)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Folded | None":
+        """What was folded into a checkpoint; None if nothing was.
+
+        Raises:
+            ValueError: a file that cannot be read.
+        """
+        path = Path(folder) / FILE
+        if not path.is_file():
+            return None
+        folded = cls()
+        try:
+            with safe_open(path, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
+                    kind, _, name = key.partition("/")
+                    into = folded.factors if kind == "factor" else folded.originals
+                    into[name] = file.get_tensor(key)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: cannot be read: {error}") from error
+        return folded
+
+
+@torch.no_grad()
+def fold(
+    model: PreTrainedModel,
+    places: dict[str, Places],
+    factors: dict[str, Tensor],
+    *,
+    keep_originals: bool = True,
+) -> Folded:
+    """Multiply factors into a model's projections, in place.
+
+    Args:
+        places: of `find_places`.
+        factors: "gain/MODULE" and "temperature/MODULE" -> [H], MODULE an attention module's name.
+            All ones change nothing.
+        keep_originals: also return the tensors as they were.
+
+    Raises:
+        ValueError: a module without such a place, factors that are not finite and positive.
+    """
+    folded = Folded()
+    for key, factor in factors.items():
+        kind, _, name = key.partition("/")
+        if bool((factor == 1).all()):
+            continue
+        place = getattr(places[name], kind)
+        if place is None:
+            raise ValueError(f"{name} has no projection that a {kind} per head could go into")
+        if not bool((factor.isfinite() & (factor > 0)).all()):
+            raise ValueError(f"{name}: a {kind} per head must be finite and positive, got {factor}")
+        folded.factors[key] = factor.detach().clone().float()
+        for parameter_name, parameter, dimension in _scaled(model, place, kind):
+            if keep_originals:
+                folded.originals[parameter_name] = parameter.detach().clone()
+            _scale(parameter, dimension, place, factor)
+    return folded
+
+
+@torch.no_grad()
+def unfold(model: PreTrainedModel, places: dict[str, Places], folded: Folded) -> None:
+    """Divide the factors out of projections that were trained since: near, not exact."""
+    for key, factor in folded.factors.items():
+        kind, _, name = key.partition("/")
+        place = getattr(places[name], kind)
+        for _, parameter, dimension in _scaled(model, place, kind):
+            _scale(parameter, dimension, place, 1 / factor)
+
+
+@torch.no_grad()
+def restore(model: PreTrainedModel, folded: Folded) -> None:
+    """Put the tensors back that `fold` replaced, as new parameters: others may share the old.
+
+    Raises:
+        ValueError: tensors of another model.
+    """
+    held = dict(model.named_parameters())
+    for name, original in folded.originals.items():
+        current = held.get(name)
+        if current is None or current.shape != original.shape or current.dtype != original.dtype:
+            raise ValueError(f"{FILE} is of another model: it has {name} of {original.shape}")
+        owner, _, last = name.rpartition(".")
+        put = nn.Parameter(original.to(current.device), current.requires_grad)
+        setattr(model.get_submodule(owner), last, put)
+
+
+def find_places(model: PreTrainedModel, ids: Tensor) -> dict[str, Places]:
+    """Where gains and temperatures of each attention module can go, tried on some token ids.
+
+    Args:
+        ids: `[B, T]`, a few tokens.
+    """
+    modules = dict(parameters.attention_modules(model))
+    places = {name: Places() for name in modules}
+    for name, module in modules.items():
+        projections = {
+            f"{name}.{child}": part for child, part in module.named_modules() if is_projection(part)
+        }
+        with _one_call(model, module, ids) as call:
+            places[name].temperature = _query_place(call, projections)
+            places[name].gain = _output_place(call, projections)
+    return places
+
+
+class _Call:
+    """One call of an attention module, to be repeated."""
+
+    def __init__(self, module: nn.Module, args: tuple, kwargs: dict, heads: int):
+        self.module, self.args, self.kwargs, self.heads = module, args, kwargs, heads
+
+    def run(self, function) -> Tensor:
+        """The module's output with `function(query, value) -> output [B, M, H, V]` as attention."""
+        from transformers.modeling_utils import AttentionInterface
+
+        def attention(module, query, key, value, attention_mask, **kwargs):
+            groups = query.shape[1] // value.shape[1]
+            return function(query, value.repeat_interleave(groups, 1)), None
+
+        config, name = self.module.config, "hf_sigmoid_probe"
+        before = config._attn_implementation_internal
+        AttentionInterface.register(name, attention)
+        config._attn_implementation_internal = name
+        try:
+            output = self.module(*self.args, **self.kwargs)
+        finally:
+            config._attn_implementation_internal = before
+            AttentionInterface._global_mapping.pop(name)
+        return output[0] if isinstance(output, tuple) else output
+
+
+@contextlib.contextmanager
+def _one_call(model: PreTrainedModel, module: nn.Module, ids: Tensor) -> Iterator[_Call]:
+    """The arguments that a model calls one of its attention modules with."""
+    calls = []
+
+    def note(module, args, kwargs):
+        calls.append((args, kwargs))
+        raise _Reached
+
+    hook = module.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(ids.to(model.device), use_cache=False)
+    except _Reached:
+        pass
+    finally:
+        hook.remove()
+    (args, kwargs), training = calls[0], module.training
+    module.eval()
+    try:
+        with torch.enable_grad():
+            yield _Call(module, args, kwargs, parameters.head_count(module))
+    finally:
+        module.train(training)
+
+
+class _Reached(Exception):
+    pass
+
+
+def _query_place(call: _Call, projections: dict[str, nn.Module]) -> Place | None:
+    """The projection that each head's query has output features of its own in, if scaling works."""
+    seen: dict[str, Tensor] = {}
+    queries: list[Tensor] = []
+
+    def tracked(name):
+        def hook(module, args, output):
+            seen[name] = output.detach().requires_grad_()
+            return seen[name]
+
+        return hook
+
+    def note(query, value):
+        queries.append(query)
+        return _averages(query, value)
+
+    hooks = [part.register_forward_hook(tracked(name)) for name, part in projections.items()]
+    try:
+        call.run(note)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    query = queries[0]
+    for name, output in reversed(seen.items()):
+        direction = torch.randn_like(query)
+        used = []
+        for head in range(call.heads):
+            (gradient,) = torch.autograd.grad(
+                (query[:, head] * direction[:, head]).sum(), output, retain_graph=True,
+                allow_unused=True,
+            )  # fmt: skip
+            if gradient is None:
+                break
+            used.append(gradient.flatten(0, -2).abs().amax(0) > 0)
+        if len(used) != call.heads or not all(each.any() for each in used):
+            continue
+        if torch.stack(used).sum(0).max() > 1:
+            continue  # a feature of several heads: the narrow half of a latent projection
+        place = Place(name, [each.nonzero().flatten() for each in used])
+        return place if _query_scales(call, projections[name], place, query) else None
+    return None
+
+
+def _query_scales(call: _Call, projection: nn.Module, place: Place, query: Tensor) -> bool:
+    """Does scaling these features scale the heads' queries, and nothing else?"""
+    factors = 1 + torch.rand(call.heads, device=query.device)
+    scaled: list[Tensor] = []
+
+    def scale(module, args, output):
+        output = output.clone()
+        for factor, features in zip(factors, place.features, strict=True):
+            output[..., features] *= factor
+        return output
+
+    def note(query, value):
+        scaled.append(query)
+        return _averages(query, value)
+
+    hook = projection.register_forward_hook(scale)
+    try:
+        with torch.no_grad():
+            call.run(note)
+    finally:
+        hook.remove()
+    return _near(scaled[0], query * factors.view(1, -1, 1, 1))
+
+
+@torch.no_grad()
+def _output_place(call: _Call, projections: dict[str, nn.Module]) -> Place | None:
+    """The projection whose input features are the heads' outputs, one head after another."""
+    factors: list[Tensor] = []
+    width = 0
+
+    def scaled_heads(query, value):
+        nonlocal width
+        output = _averages(query, value)
+        width = output.shape[-1]
+        factors.append(1 + torch.rand(call.heads, device=query.device).to(query.dtype))
+        return output * factors[-1].view(1, 1, -1, 1)
+
+    expected = call.run(scaled_heads)
+    for name, part in reversed(projections.items()):
+        if _sizes(part)[0] != call.heads * width:
+            continue
+
+        def scale(module, args):
+            return (args[0] * factors[0].repeat_interleave(width), *args[1:])
+
+        hook = part.register_forward_pre_hook(scale)
+        try:
+            found = call.run(_averages)
+        finally:
+            hook.remove()
+        if _near(found, expected):
+            features = torch.arange(call.heads * width).view(call.heads, width)
+            return Place(name, list(features))
+    return None
+
+
+def _averages(query: Tensor, value: Tensor) -> Tensor:
+    """Something that every head's output could be: `[B, M, H, V]`, each head its own."""
+    B, H, M, _ = query.shape
+    mean = value.mean(2, keepdim=True) + value.std()
+    return mean.expand(B, H, M, value.shape[-1]).transpose(1, 2).contiguous()
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    allowed = 1e-4 if a.dtype == torch.float32 else 8 * torch.finfo(a.dtype).eps
+    return bool((a - b).abs().max() <= allowed * b.abs().max())
+
+
+def is_projection(module: nn.Module) -> bool:
+    """A projection whose weight is a plain matrix: quantised ones cannot be multiplied into."""
+    return type(module) in (nn.Linear, Conv1D) and module.weight.is_floating_point()
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """Input and output features."""
+    shape = module.weight.shape
+    return (shape[0], shape[1]) if isinstance(module, Conv1D) else (shape[1], shape[0])
+
+
+def _scaled(
+    model: PreTrainedModel, place: Place, kind: str
+) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """Name, parameter and dimension of the features, for each tensor that a factor goes into."""
+    module = model.get_submodule(place.module)
+    transposed = isinstance(module, Conv1D)
+    rows = kind == "temperature"
+    yield f"{place.module}.weight", module.weight, int(rows == transposed)
+    if rows and module.bias is not None:
+        yield f"{place.module}.bias", module.bias, 0
+
+
+def _scale(parameter: nn.Parameter, dimension: int, place: Place, factor: Tensor) -> None:
+    vector = torch.ones(parameter.shape[dimension], dtype=torch.float64)
+    for number, features in zip(factor.tolist(), place.features, strict=True):
+        vector[features.cpu()] = number
+    shape = [1] * parameter.dim()
+    shape[dimension] = -1
+    product = parameter.detach().double().cpu() * vector.view(shape)
+    parameter.copy_(product.to(parameter.dtype))

@@ -1,0 +1,413 @@
+"""Distil a softmax model's attention into its sigmoid (or ssmax) conversion.
+
+    accelerate launch recipes/distil_attention.py --config recipes/sigmoid/distil.yaml \
+        model=CONVERTED output_dir=runs/distilled KEY=VALUE …
+
+First layer by layer, every attention module on what it gets in the softmax model, then (optional)
+the whole model on the softmax model's next-token distributions. CONVERTED is a folder that
+`hf-sigmoid convert` wrote; the softmax model is inside it. What comes out is a checkpoint like
+CONVERTED, without any parameter of this recipe. A killed run goes on from its last complete
+checkpoint and repeats an uninterrupted one to the last bit.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import checkpointing
+import corpus
+import errors
+import optimization
+import resuming
+import run_config
+import torch
+from accelerate.utils import set_seed
+from distillation import Distillation, load_trained
+from errors import BadInput
+from loading import data_parallel, load, load_model, max_positions
+from packing import IGNORED, Packer, predicted_tokens, step_batches
+from run_config import Distil
+from run_log import RunLog
+from safetensors.torch import save_file
+from stop_signal import StopSignal
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+import hf_sigmoid  # noqa: F401 (registers the attention functions)
+from hf_sigmoid.conversions import embedded, folding, perplexity, token_windows
+from hf_sigmoid.conversions.revert import REPORT, check_untrained
+
+TRAINED = "trained.safetensors"
+
+
+def main(argv: list[str] | None = None) -> Path | None:
+    """Distil as the command line says; the folder of the final model, None if not finished."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", help="YAML file of the keys of Distil in recipes/run_config.py")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="win over the file")
+    args = parser.parse_intermixed_args(argv)
+    run = run_config.load(args.config, args.overrides, Distil)
+    try:
+        return Run(run).start()
+    finally:
+        # A process that ends with the group's threads alive may abort after all its work is done.
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+class Run:
+    """One run: what it needs is checked and loaded by `start`, then `_steps` does the work."""
+
+    def __init__(self, run: Distil):
+        self.run = run
+        self.folder = Path(run.output_dir)
+        self.checkpoints = self.folder / resuming.CHECKPOINTS
+        self.final = self.folder / resuming.FINAL
+
+    def start(self) -> Path | None:
+        run = self.run
+        resumed = resuming.find(self.folder, run)
+        documents = corpus.documents(run.data.path, run.data.field)
+        self.accelerator = data_parallel(run.train.precision)
+        self.ranks, self.rank = self.accelerator.num_processes, self.accelerator.process_index
+        self.blocks_per_step = self.ranks * run.train.batch_size * run.train.grad_accumulation
+        self.corpus_sha256 = corpus.fingerprint(documents)
+        if resumed:
+            resuming.check(
+                resumed,
+                run,
+                blocks_per_step=self.blocks_per_step,
+                corpus_sha256=self.corpus_sha256,
+            )
+        if resuming.finished_steps(self.folder) == run.steps:
+            self._say(f"{self.final} is already there, after {run.steps} steps")
+            return self.final
+        positions = max_positions(run.model)
+        if positions is not None and run.train.block_size > positions:
+            raise BadInput(
+                f"train.block_size: expected at most the model's {positions} positions "
+                f"(max_position_embeddings), got {run.train.block_size}"
+            )
+        self.tokenizer = load(AutoTokenizer, run.model)
+        encode = corpus.encoder(self.tokenizer, run.data.append_eos)
+        corpus.check_length(documents, encode, run.train.block_size)
+        self.packer = Packer(documents, encode, run.train.block_size, run.seed)
+        self.held_out = self._held_out()
+        self._load(resumed)
+        return self._distil(resumed)
+
+    def _held_out(self) -> dict[str, torch.Tensor]:
+        """Windows `[windows, block_size]` of each file to evaluate on, by its name."""
+        given = self.run.evaluate.path or []
+        found = {}
+        for path in map(Path, [given] if isinstance(given, str) else given):
+            if not path.is_file():
+                raise BadInput(f"evaluate.path: no such file: {path}")
+            try:
+                found[path.stem] = token_windows(
+                    self.tokenizer,
+                    path.read_text(encoding="utf-8"),
+                    self.run.train.block_size,
+                    self.run.evaluate.windows,
+                )
+            except ValueError as error:
+                raise BadInput(f"evaluate.path {path}: {error}") from None
+        return found
+
+    def _load(self, resumed: checkpointing.Checkpoint | None) -> None:
+        run = self.run
+        student = load_model(run.model, dtype=torch.float32)
+        section = getattr(student.config, "hf_sigmoid", None)
+        if not section:
+            raise BadInput(
+                f"model {run.model}: expected a converted checkpoint, got one that runs softmax: "
+                "hf-sigmoid convert makes one"
+            )
+        if not section["learn"]:
+            raise BadInput(f"model {run.model}: its row numbers are constants, none can be trained")
+        self.folded = folding.Folded.load(run.model)
+        teacher = None
+        if run.teacher is not None:
+            teacher = load_model(embedded.checkpoint(run.teacher), dtype=torch.float32)
+            if getattr(teacher.config, "hf_sigmoid", None):
+                raise BadInput(
+                    f"teacher {run.teacher}: expected a softmax model, got a converted one"
+                )
+            if teacher.config.model_type != student.config.model_type:
+                raise BadInput(
+                    f"teacher {run.teacher}: expected a {student.config.model_type}, got a "
+                    f"{teacher.config.model_type}"
+                )
+        self.probe = torch.tensor([self.tokenizer("The attention of every head")["input_ids"]])
+        stages = [s.train for s in (run.layerwise, run.end_to_end) if s.steps]
+        student.to(self.accelerator.device)
+        self.probe = self.probe.to(self.accelerator.device)
+        set_seed(run.seed)  # the start of low-rank changes
+        self.distillation = Distillation(
+            student,
+            teacher.to(self.accelerator.device) if teacher is not None else None,
+            folded=self.folded,
+            trains=set(stages),
+            lora_rank=run.optim.lora_rank,
+            probe=self.probe,
+        )
+        if teacher is None:
+            self._check_source()
+        self.named = {}
+        for stage in stages:
+            self.named |= self.distillation.select(stage)
+        if resumed:
+            load_trained(resumed.folder / TRAINED, self.named)
+            self.packer.load_state(resumed.manifest["packer"])
+            self._say(f"resuming after step {resumed.step} of {run.steps}")
+
+    def _check_source(self) -> None:
+        """The softmax model inside the checkpoint must be the one that it was converted from."""
+        run = self.run
+        try:
+            same = check_untrained(self.distillation.teacher, run.model)
+        except ValueError as error:
+            raise BadInput(f"model {run.model}: {error}; give teacher=SOFTMAX_CHECKPOINT") from None
+        if not same:
+            raise BadInput(
+                f"model {run.model} was trained since it was converted, so that it holds no "
+                "softmax model to distil: give teacher=SOFTMAX_CHECKPOINT"
+            )
+
+    def _distil(self, resumed: checkpointing.Checkpoint | None) -> Path | None:
+        run, done = self.run, resumed.step if resumed else 0
+        self.errors: dict[str, float] = {}  # of the last layer-wise step
+        self.log = None
+        if self.accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            checkpointing.write_text(self.folder / resuming.CONFIG, run_config.dump(run))
+            checkpointing.remove_unfinished(self.checkpoints)
+            self.log = RunLog(self.folder / "log.jsonl", after=done)
+            if 0 < run.layerwise.steps <= done:
+                line = self.log.kept[run.layerwise.steps - 1]
+                self.errors = dict(zip(self.distillation.modules, line["layers"], strict=True))
+        stop = StopSignal()
+        started = time.perf_counter()
+        try:
+            finished = self._steps(done, stop, resumed)
+        finally:
+            stop.restore()
+            if self.log:
+                self.log.close()
+        if not finished:
+            return None
+        self._check_finite(run.steps)
+        # The source's tensors make `revert` exact, as long as nothing but numbers was trained.
+        numbers_only = run.teacher is None and {
+            stage.train for stage in (run.layerwise, run.end_to_end) if stage.steps
+        } == {"numbers"}
+        folded = self.distillation.finish(self.probe, keep_originals=numbers_only)
+        if self.folded is not None:
+            folded = self.folded.and_then(folded, keep_originals=numbers_only)
+        if self.accelerator.is_main_process:
+            seconds = time.perf_counter() - started
+            checkpointing.publish(self.final, lambda to: self._write_final(to, folded, seconds))
+        self.accelerator.wait_for_everyone()
+        self._say(f"final model in {self.final}")
+        return self.final
+
+    def _write_final(self, folder: Path, folded: folding.Folded, seconds: float) -> None:
+        run = self.run
+        checkpointing.save_model(folder, self.distillation.student, self.tokenizer)
+        if folded.factors:
+            folded.save(folder)
+        record = {"step": run.steps, "seconds": round(seconds, 1), **run_config.flat(run)}
+        (folder / resuming.RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        source = Path(run.model) / REPORT
+        if source.is_file():
+            report = json.loads(source.read_text(encoding="utf-8"))
+            report["distillation"] = {
+                **record,
+                "tokens": run.steps * self.blocks_per_step * run.train.block_size,
+                "output_errors": self.errors,
+            }
+            (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+
+    def _steps(self, done: int, stop: StopSignal, resumed: checkpointing.Checkpoint | None) -> bool:
+        """Train from step `done` on; False if a signal ended it early, after saving."""
+        run, distillation = self.run, self.distillation
+        bar = tqdm(
+            total=run.steps, initial=done, unit="step", disable=not self.accelerator.is_main_process
+        )
+        with bar:
+            for step in range(done + 1, run.steps + 1):
+                first = step in (done + 1, run.layerwise.steps + 1)
+                stage = run.layerwise if step <= run.layerwise.steps else run.end_to_end
+                if first:
+                    self.trained = distillation.select(stage.train)
+                    self.optimizer = self._optimizer(stage)
+                    # A stage begins with an optimiser of its own.
+                    if resumed and step == done + 1 and step != run.layerwise.steps + 1:
+                        checkpointing.load_optimizer(
+                            resumed.folder / checkpointing.OPTIMIZER,
+                            self.optimizer,
+                            distillation.student,
+                        )
+                started = time.perf_counter()
+                values, stopping = self._step(step, stage, stop)
+                tokens = self.blocks_per_step * run.train.block_size
+                values |= {
+                    "tokens": step * tokens,
+                    "tok_s": tokens / (time.perf_counter() - started),
+                }
+                last = step == run.steps
+                if self.held_out and (step % run.evaluate.every == 0 or last):
+                    values["perplexity"] = {
+                        name: perplexity(distillation.student, windows, progress=False)
+                        for name, windows in self.held_out.items()
+                    }
+                if self.log:
+                    self.log.write(step=step, **values)
+                bar.update()
+                bar.set_postfix_str(f"loss {values['loss']:.4f}, {values['tok_s']:,.0f} tok/s")
+                every = run.checkpoint.every
+                if (stopping and not last) or (every and step % every == 0):
+                    self._save(step)
+                if stopping and not last:
+                    self._say(f"stopped by a signal; step {step} is saved")
+                    return False
+        return True
+
+    def _optimizer(self, stage: Any) -> torch.optim.Optimizer:
+        optim = self.run.optim
+        numbers = {
+            name: p
+            for name, p in self.trained.items()
+            if {"log_length", "head_scales"} & {*name.split(".")}
+        }
+        rest = [p for name, p in self.trained.items() if name not in numbers]
+        groups = [
+            {"params": list(numbers.values()), "peak_lr": stage.numbers_lr},
+            {"params": rest, "peak_lr": stage.lr},
+        ]
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=0.0,
+        )  # fmt: skip
+
+    def _step(self, step: int, stage: Any, stop: StopSignal) -> tuple[dict[str, Any], bool]:
+        """One update. The values to log, and whether any process was asked to stop."""
+        run, distillation, device = self.run, self.distillation, self.accelerator.device
+        layerwise = stage is run.layerwise
+        within = step if layerwise else step - run.layerwise.steps
+        batches = step_batches(
+            self.packer,
+            rank=self.rank,
+            ranks=self.ranks,
+            batch_size=run.train.batch_size,
+            grad_accumulation=run.train.grad_accumulation,
+        )
+        if not layerwise:
+            fade = run.end_to_end.blend * stage.steps
+            distillation.blend(min(1.0, within / fade) if fade else 1.0)
+        predicted = max(1, int(self._sum([predicted_tokens(batches)])[0]))
+        total, errors = 0.0, []
+        for batch in batches:
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            with self.accelerator.autocast():
+                if layerwise:
+                    share = 1 / (len(batches) * self.ranks)
+                    errors.append(distillation.layerwise(batch, scale=share))
+                    continue
+                loss = distillation.end_to_end(batch, kl=run.end_to_end.kl, ignored=IGNORED)
+            (loss / predicted).backward()
+            total += loss.item()
+        values = [total, float(stop.asked)]
+        if layerwise:
+            names = list(distillation.modules)
+            values += [sum(e[name] for e in errors) / (len(errors) * self.ranks) for name in names]
+        total, stopping, *rest = self._sum(values)
+        if layerwise:
+            self.errors = {name: round(e, 5) for name, e in zip(names, rest, strict=True)}
+            loss, extra = sum(rest) / len(rest), {"layers": list(self.errors.values())}
+        else:
+            loss, extra = total / predicted, {}
+        self._reduce_gradients()
+        norm = self._clip(layerwise)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise FloatingPointError(f"step {step}: loss {loss}, gradient norm {norm}")
+        factor = optimization.lr_factor(
+            within,
+            steps=stage.steps,
+            warmup_steps=max(1, int(run.optim.warmup * stage.steps)),
+            min_ratio=run.optim.min_lr_ratio,
+        )
+        optimization.set_lr(self.optimizer, factor)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        name = "layerwise" if layerwise else "end_to_end"
+        return {"stage": name, "loss": loss, "grad_norm": norm, **extra}, bool(stopping)
+
+    def _reduce_gradients(self) -> None:
+        """Sum over the processes: hooks run backward module by module, which DDP cannot wrap."""
+        if self.ranks == 1:
+            return
+        for parameter in self.trained.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = self.accelerator.reduce(parameter.grad, "sum")
+
+    def _clip(self, layerwise: bool) -> float:
+        """Clip each module's gradients alone where they are independent; the largest norm."""
+        limit = self.run.optim.clip or math.inf
+        groups = [list(self.trained.values())]
+        if layerwise:
+            groups = [
+                [p for name, p in self.trained.items() if name.startswith(f"{module}.")]
+                for module in self.distillation.modules
+            ]
+        norms = [torch.nn.utils.clip_grad_norm_(group, limit).item() for group in groups if group]
+        return max(norms) if all(map(math.isfinite, norms)) else math.inf
+
+    def _check_finite(self, step: int) -> None:
+        for name, parameter in self.named.items():
+            if not parameter.isfinite().all():
+                raise FloatingPointError(
+                    f"step {step}: {name} is not finite any more, and nothing was written"
+                )
+
+    def _save(self, step: int) -> None:
+        self._check_finite(step)
+        if self.accelerator.is_main_process:
+            self.log.sync()
+            checkpointing.save(
+                self.checkpoints,
+                step=step,
+                keep=self.run.checkpoint.keep,
+                fill=self._write_checkpoint,
+                state={
+                    "packer": self.packer.state(),
+                    "blocks_per_step": self.blocks_per_step,
+                    "corpus_sha256": self.corpus_sha256,
+                },
+            )
+        self.accelerator.wait_for_everyone()
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        trained = {name: p.detach().cpu().contiguous() for name, p in self.named.items()}
+        save_file(trained, folder / TRAINED)
+        checkpointing.save_optimizer(folder, self.optimizer, self.distillation.student)
+
+    def _sum(self, values: list[float]) -> list[float]:
+        """Values summed over the processes, in float64."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.ranks > 1:
+            tensor = self.accelerator.reduce(tensor.to(self.accelerator.device), "sum")
+        return tensor.tolist()
+
+    def _say(self, message: str) -> None:
+        if self.accelerator.is_main_process:
+            tqdm.write(message, file=sys.stdout)
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,303 @@
+"""What is distilled: a sigmoid (or ssmax) student beside the softmax model that it came from.
+
+    layer-wise    ‖ student_l(x) − softmax_l(x) ‖² / ‖ softmax_l(x) ‖²   of every attention module's
+                  output, x what the module gets in the softmax model; mean over rows
+    end to end    kl · KL(softmax model ‖ student) + (1 − kl) · cross entropy, a token
+
+Both models share every weight that does not train. While it trains, each converted module also has
+a gain and a temperature per head (`conversions/folding.py`), which are folded into its projections
+at the end.
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from errors import BadInput
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from hf_sigmoid import attention as transformers_attention
+from hf_sigmoid import masks, parameters
+from hf_sigmoid.conversions import folding, revert
+
+FUNCTION = "hf_sigmoid_distillation"  # the attention function of both models meanwhile
+SCALES = "head_scales"
+
+
+class HeadScales(nn.Module):
+    """Gain and temperature `[H]` of one attention module, and the share of sigmoid in its output.
+
+    Where the module has no projection that a number could be folded into, it is None.
+    """
+
+    def __init__(self, heads: int, places: folding.Places, device: torch.device):
+        super().__init__()
+        for kind in folding.KINDS:
+            ones = None
+            if getattr(places, kind) is not None:
+                ones = nn.Parameter(torch.ones(heads, device=device))
+            self.register_parameter(kind, ones)
+        self.blend = 1.0  # 0: softmax, 1: the student's own function
+
+
+def attention(module: nn.Module, query: Tensor, key, value, attention_mask, **kwargs):
+    """What both models call: softmax in modules without scales, else gain · function(τ_h q, …)."""
+    scales = module._modules.get(SCALES)
+    if scales is None:
+        return transformers_attention.attention(
+            "softmax", module, query, key, value, attention_mask, **kwargs
+        )
+    scaled = query
+    if scales.temperature is not None:
+        scaled = query * scales.temperature.to(query.dtype).view(1, -1, 1, 1)
+    function = parameters.holder_of(module).function
+    output, _ = transformers_attention.attention(
+        function, module, scaled, key, value, attention_mask, **kwargs
+    )
+    if scales.gain is not None:
+        output = output * scales.gain.to(output.dtype).view(1, 1, -1, 1)
+    if scales.blend < 1:
+        softmax, _ = transformers_attention.attention(
+            "softmax", module, query, key, value, attention_mask, **kwargs
+        )
+        output = torch.lerp(softmax, output, scales.blend)
+    return output, None
+
+
+class Distillation:
+    """A teacher and its student.
+
+    Args:
+        student: a converted model; it is changed in place.
+        teacher: a softmax model, or None: the student itself without its function.
+        folded: what was folded into the student earlier, which its teacher is without.
+        trains: "numbers", "projections", "lora" or "all": what any stage will train; only that is
+            kept twice in memory.
+        probe: some token ids `[1, T]`.
+    """
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        teacher: PreTrainedModel | None,
+        *,
+        folded: folding.Folded | None,
+        trains: set[str],
+        lora_rank: int,
+        probe: Tensor,
+    ):
+        # Before any copy is made: places are those of the plain modules.
+        self.places = folding.find_places(student, probe)
+        converted = [
+            name
+            for name, module in parameters.attention_modules(student)
+            if (holder := parameters.holder_of(module)) and holder.function != "softmax"
+        ]
+        self.teacher = teacher if teacher is not None else _teacher_of(student, folded, trains)
+        self.student = student
+        self.modules = {name: student.get_submodule(name) for name in converted}
+        for name, module in self.modules.items():
+            device = next(module.parameters()).device
+            scales = HeadScales(parameters.head_count(module), self.places[name], device)
+            module.add_module(SCALES, scales)
+        self.lora = "lora" in trains
+        if self.lora:
+            self._add_lora(lora_rank)
+        AttentionInterface.register(FUNCTION, attention)
+        AttentionMaskInterface.register(FUNCTION, masks.interval_mask)
+        self._before = _use(self.student, FUNCTION) + _use(self.teacher, FUNCTION)
+        self.teacher.requires_grad_(False).eval()
+
+    def select(self, trains: str) -> dict[str, nn.Parameter]:
+        """Let these parameters of the student train and no others; by name."""
+        self.student.requires_grad_(False)
+        chosen = {}
+        inside = tuple(f"{name}." for name in self.modules)
+        for name, parameter in self.student.named_parameters():
+            number = f".{parameters.HOLDER}." in name or f".{SCALES}." in name
+            within = name.startswith(inside)
+            wanted = {
+                "numbers": number,
+                "projections": within and ".lora_" not in name,
+                "lora": number or ".lora_" in name,
+                "all": ".lora_" not in name,
+            }[trains]
+            if wanted and parameter.is_floating_point():
+                chosen[name] = parameter.requires_grad_()
+        return chosen
+
+    def layerwise(self, batch: dict[str, Tensor], *, scale: float) -> dict[str, float]:
+        """One forward of the teacher; gradients of each module's own error, which is returned.
+
+        Args:
+            scale: of the gradients.
+        """
+        errors: dict[str, float] = {}
+
+        def distil(name: str):
+            def hook(module, args, kwargs, output):
+                target = _first(output)
+                with torch.enable_grad():
+                    found = _first(self.modules[name](*args, **kwargs))
+                    error = _relative(found, target)
+                    if error.requires_grad:
+                        (error * scale).backward()
+                errors[name] = error.item()
+
+            return hook
+
+        hooks = [
+            self.teacher.get_submodule(name).register_forward_hook(distil(name), with_kwargs=True)
+            for name in self.modules
+        ]
+        try:
+            with torch.no_grad():
+                # Not the head: its logits are of no use here.
+                self.teacher.base_model(**_inputs(batch))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return errors
+
+    def end_to_end(self, batch: dict[str, Tensor], *, kl: float, ignored: int) -> Tensor:
+        """The loss, summed over the tokens that have a label."""
+        labels = batch["labels"].flatten()
+        asked = labels != ignored
+        logits = self.student(**_inputs(batch)).logits.flatten(0, 1)[asked].float()
+        loss = logits.new_zeros(())
+        if kl < 1:
+            loss = (1 - kl) * F.cross_entropy(logits, labels[asked], reduction="sum")
+        if kl > 0:
+            with torch.no_grad():
+                target = self.teacher(**_inputs(batch)).logits.flatten(0, 1)[asked].float()
+            loss = loss + kl * F.kl_div(
+                logits.log_softmax(-1), target.log_softmax(-1), reduction="sum", log_target=True
+            )
+        return loss
+
+    def blend(self, share: float) -> None:
+        """The share of the student's own function in its attention outputs."""
+        for module in self.modules.values():
+            module._modules[SCALES].blend = share
+
+    def finish(self, probe: Tensor, *, keep_originals: bool) -> folding.Folded:
+        """Fold gains and temperatures, and leave a plain converted model in `self.student`.
+
+        Raises:
+            RuntimeError: the folded model computes something else.
+        """
+        self.blend(1.0)
+        self.student.eval()
+        with torch.no_grad():
+            expected = self.student(probe, use_cache=False).logits
+        if self.lora:
+            self._merge_lora()
+        factors = {}
+        for name, module in self.modules.items():
+            scales = module._modules.pop(SCALES)
+            factors |= {f"{kind}/{name}": p.detach() for kind, p in scales.named_parameters()}
+        for config, function in self._before:
+            config._attn_implementation_internal = function
+        folded = folding.fold(self.student, self.places, factors, keep_originals=keep_originals)
+        with torch.no_grad():
+            found = self.student(probe, use_cache=False).logits
+        scale = expected.abs().max()
+        if not (found - expected).abs().max() <= 1e-3 * scale:
+            raise RuntimeError(
+                "gains and temperatures folded into the projections must not change the model by "
+                f"more than 1e-3, got {((found - expected).abs().max() / scale).item():.1e}"
+            )
+        return folded
+
+    def _projections(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self.modules.items():
+            for child, part in module.named_modules():
+                if folding.is_projection(part):
+                    yield f"{name}.{child}", part
+
+    def _add_lora(self, rank: int) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        names = [name for name, _ in self._projections()]
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
+        inject_adapter_in_model(config, self.student)
+
+    def _merge_lora(self) -> None:
+        from peft.tuners.lora import LoraLayer
+
+        for name, module in list(self.student.named_modules()):
+            if isinstance(module, LoraLayer):
+                module.merge()
+                owner, _, last = name.rpartition(".")
+                setattr(self.student.get_submodule(owner), last, module.get_base_layer())
+
+
+def _teacher_of(
+    student: PreTrainedModel, folded: folding.Folded | None, trains: set[str]
+) -> PreTrainedModel:
+    """The softmax model inside a converted one; what never trains is shared, not copied."""
+    if trains <= {"numbers", "lora"}:
+        own: set[str] = set()
+    elif "all" in trains:
+        own = {name for name, _ in student.named_parameters()}
+    else:
+        inside = tuple(f"{name}." for name, _ in parameters.attention_modules(student))
+        own = {name for name, _ in student.named_parameters() if name.startswith(inside)}
+    shared = [p for name, p in student.named_parameters() if name not in own]
+    teacher = revert(copy.deepcopy(student, {id(p): p for p in shared}))
+    if folded is not None:
+        folding.restore(teacher, folded)
+    return teacher
+
+
+def _use(model: PreTrainedModel, function: str) -> list[tuple]:
+    """Switch every config of a model to an attention function; what they had before.
+
+    Not `set_attn_implementation`, which would change the section of a converted model.
+    """
+    configs = {id(model.config): model.config}
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None:
+            configs.setdefault(id(config), config)
+    before = [(each, each._attn_implementation_internal) for each in configs.values()]
+    for each in configs.values():
+        each._attn_implementation_internal = function
+    return before
+
+
+def _inputs(batch: dict[str, Tensor]) -> dict:
+    # Without a mask and a cache, transformers reads the documents off position_ids.
+    return {
+        "input_ids": batch["input_ids"],
+        "position_ids": batch["position_ids"],
+        "attention_mask": None,
+        "use_cache": False,
+    }
+
+
+def _first(output) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _relative(found: Tensor, target: Tensor) -> Tensor:
+    """Mean over the rows of a batch, so that it does not depend on how rows are divided."""
+    found, target = found.float(), target.float()
+    error, norm = ((each**2).sum((1, 2)) for each in (found - target, target))
+    return (error / norm.clamp(min=1e-20)).mean()
+
+
+def load_trained(file: Path, named: dict[str, nn.Parameter]) -> None:
+    """Put back what a checkpoint holds of the student's trained parameters."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(file)
+    if tensors.keys() != named.keys():
+        raise BadInput(f"{file} holds other parameters than this run trains")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            named[name].copy_(tensor)

@@ -1,0 +1,461 @@
+"""The distillation recipe, on a two-layer llama that reads bytes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hf_sigmoid import parameters, text
+from hf_sigmoid.conversions import convert, folding, perplexity, token_windows
+from hf_sigmoid.conversions.convert import revert_checkpoint
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import checkpointing  # noqa: E402
+import distil_attention  # noqa: E402
+import distillation  # noqa: E402
+from errors import BadInput  # noqa: E402
+
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def softmax(tmp_path_factory) -> str:
+    """A llama trained for a moment, so that its heads look somewhere."""
+    folder = tmp_path_factory.mktemp("softmax")
+    tokenizer = tiny_models.byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )  # fmt: skip
+    ids = torch.tensor(tokenizer(text.train()[: 300 * BLOCK * 8])["input_ids"])[: 300 * BLOCK * 8]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in ids.view(300, 8, BLOCK):
+        optimizer.zero_grad()
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def converted(softmax, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("converted") / "sigmoid"
+    convert(
+        softmax, folder, "sigmoid", init="calibrated-query", window=32, windows=8, progress=False
+    )
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def corpus_file(tmp_path_factory) -> str:
+    file = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
+    pieces = text.train().split("\n\n")[:60]
+    file.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    return str(file)
+
+
+def arguments(converted, corpus_file, out, **keys) -> list[str]:
+    values = {
+        "model": converted, "output_dir": out, "data.path": corpus_file, "train.block_size": BLOCK,
+        "train.batch_size": 2, "train.grad_accumulation": 2, "layerwise.steps": 8,
+        "layerwise.numbers_lr": 2e-2, "end_to_end.numbers_lr": 1e-2, "checkpoint.every": 3, **keys,
+    }  # fmt: skip
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(converted, corpus_file, tmp_path_factory) -> Path:
+    """Both stages on numbers alone."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    distil_attention.main(arguments(converted, corpus_file, out, **{"end_to_end.steps": 6}))
+    return out
+
+
+def ids(count: int = 40) -> torch.Tensor:
+    return torch.randint(0, 256, (2, count), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(folder) -> torch.Tensor:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()(ids()).logits
+
+
+def test_both_stages_bring_the_student_nearer_to_its_teacher(softmax, converted, uninterrupted):
+    log = lines(uninterrupted)
+    layers = [line["layers"] for line in log if line["stage"] == "layerwise"]
+    assert len(layers) == 8 and all(
+        after < before for before, after in zip(layers[0], layers[-1], strict=True)
+    )
+    held_out = token_windows(AutoTokenizer.from_pretrained(softmax), text.held_out(), BLOCK, 16)
+    with torch.no_grad():
+        teacher, before, after = (
+            AutoModelForCausalLM.from_pretrained(folder)(held_out).logits.log_softmax(-1)
+            for folder in (softmax, converted, uninterrupted / "final")
+        )
+    divergence = [
+        (teacher.exp() * (teacher - student)).sum(-1).mean() for student in (before, after)
+    ]
+    assert divergence[1] < 0.8 * divergence[0]
+
+
+def test_the_result_is_a_plain_checkpoint_that_reverts_bit_for_bit(
+    softmax, converted, uninterrupted, tmp_path
+):
+    final = uninterrupted / "final"
+    assert (
+        load_file(final / "model.safetensors").keys()
+        == load_file(Path(converted) / "model.safetensors").keys()
+    )
+    configs = [json.loads((Path(f) / "config.json").read_text()) for f in (converted, final)]
+    assert configs[0] == configs[1]
+    folded = folding.Folded.load(final)
+    assert len(folded.factors) == 4
+    report = json.loads((final / "report.json").read_text())
+    assert report["distillation"]["tokens"] == 14 * 4 * BLOCK
+    assert set(report["distillation"]["output_errors"]) == set(report["modules"])
+    assert revert_checkpoint(final, tmp_path / "back") is True
+    ours, theirs = (load_file(Path(f) / "model.safetensors") for f in (softmax, tmp_path / "back"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+    assert torch.equal(logits(softmax), logits(tmp_path / "back"))
+
+
+def test_a_distilled_model_can_be_distilled_again_and_still_reverts(
+    softmax, uninterrupted, corpus_file, tmp_path
+):
+    again = tmp_path / "again"
+    distil_attention.main(arguments(uninterrupted / "final", corpus_file, again))
+    # It begins where the last run ended: its teacher is the source, not what was folded into it.
+    first, last = (
+        lines(again)[0],
+        [x for x in lines(uninterrupted) if x["stage"] == "layerwise"][-1],
+    )
+    assert first["loss"] < 1.3 * last["loss"]
+    assert revert_checkpoint(again / "final", tmp_path / "back") is True
+    assert torch.equal(logits(softmax), logits(tmp_path / "back"))
+
+
+@pytest.mark.parametrize("trains", ["projections", "lora"])
+def test_projections_train_too_and_then_softmax_comes_back_only_when_asked_for(
+    softmax, converted, corpus_file, uninterrupted, tmp_path, trains
+):
+    pytest.importorskip("peft")
+    keys = {"layerwise.train": trains, "layerwise.lr": 3e-3, "layerwise.steps": 12}
+    out = tmp_path / "out"
+    distil_attention.main(arguments(converted, corpus_file, out, **keys))
+    tensors, before = (load_file(Path(f) / "model.safetensors") for f in (out / "final", converted))
+    assert tensors.keys() == before.keys()
+    changed = {name for name in tensors if not torch.equal(tensors[name], before[name])}
+    projections = {f"{p}_proj" for p in "qkvo"}
+    assert {name.split(".")[4] for name in changed} == projections | {"log_length"}
+    only_numbers = [x for x in lines(uninterrupted) if x["stage"] == "layerwise"][-1]
+    assert lines(out)[-1]["loss"] < only_numbers["loss"]
+    with pytest.raises(ValueError, match="--approximate"):
+        revert_checkpoint(out / "final", tmp_path / "back")
+    assert revert_checkpoint(out / "final", tmp_path / "back", approximate=True) is False
+    # Its gains and temperatures are divided out: nearer to the source than with them.
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    with_them = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    folding.fold(
+        with_them, folding.find_places(with_them, ids()), folding.Folded.load(out / "final").factors
+    )
+    source = logits(softmax)
+    with torch.no_grad():
+        near, far = ((m(ids()).logits - source).square().mean() for m in (back, with_them))
+    assert near < far
+
+
+def test_all_weights_train_end_to_end_on_a_teacher_of_its_own(
+    softmax, converted, corpus_file, tmp_path
+):
+    keys = {"layerwise.steps": 0, "end_to_end.steps": 10, "end_to_end.train": "all",
+            "end_to_end.lr": 1e-3, "teacher": softmax}  # fmt: skip
+    distil_attention.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
+    losses = [line["loss"] for line in lines(tmp_path / "out")]
+    assert losses[-1] < 0.8 * losses[0]
+    tensors, before = (
+        load_file(Path(f) / "model.safetensors") for f in (tmp_path / "out" / "final", converted)
+    )
+    assert not any(torch.equal(tensors[name], before[name]) for name in tensors)
+
+
+def test_end_to_end_loss_is_the_divergence_from_the_softmax_model(softmax, converted):
+    made, batch = _made(converted)
+    kl = made.end_to_end(batch, kl=1.0, ignored=-100)
+    cross = made.end_to_end(batch, kl=0.0, ignored=-100)
+    mixed = made.end_to_end(batch, kl=0.25, ignored=-100)
+    both = [AutoModelForCausalLM.from_pretrained(f).eval() for f in (softmax, converted)]
+    with torch.no_grad():
+        teacher, student = (m(batch["input_ids"]).logits.double().log_softmax(-1) for m in both)
+    expected = (teacher.exp() * (teacher - student)).sum()
+    torch.testing.assert_close(kl.double(), expected, rtol=1e-4, atol=1e-4)
+    by_hand = -student.gather(-1, batch["labels"][..., None]).sum()
+    torch.testing.assert_close(cross.double(), by_hand, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(mixed, 0.25 * kl + 0.75 * cross, rtol=1e-5, atol=1e-4)
+
+
+def test_layer_errors_are_those_on_the_softmax_models_own_inputs(softmax, converted):
+    """By hand: the modules of both checkpoints, run on the softmax model's hidden states."""
+    made, batch = _made(converted)
+    found = made.layerwise(batch, scale=1.0)
+    calls = {}
+    teacher, student = (
+        AutoModelForCausalLM.from_pretrained(f).eval() for f in (softmax, converted)
+    )
+    for name in found:
+        teacher.get_submodule(name).register_forward_hook(
+            lambda module, args, kwargs, output, name=name: calls.update(
+                {name: (kwargs, output[0])}
+            ),
+            with_kwargs=True,
+        )
+    with torch.no_grad():
+        teacher(batch["input_ids"], use_cache=False)
+        for name, (kwargs, target) in calls.items():
+            mask = torch.ones(BLOCK, BLOCK, dtype=torch.bool).tril()[None, None]
+            output, _ = student.get_submodule(name)(**{**kwargs, "attention_mask": mask})
+            error = (output - target).square().sum((1, 2)) / target.square().sum((1, 2))
+            assert found[name] == pytest.approx(error.mean().item(), rel=1e-4)
+    # And gradients reach the numbers of every module from its own error alone.
+    assert all(p.grad is not None for p in made.select("numbers").values())
+
+
+def test_what_does_not_train_is_shared_not_copied(converted):
+    made, _ = _made(converted, trains={"numbers"})
+    teacher = dict(made.teacher.named_parameters())
+    for name, parameter in made.student.named_parameters():
+        if parameters.HOLDER not in name and distillation.SCALES not in name:
+            assert parameter.data_ptr() == teacher[name].data_ptr()
+    made, _ = _made(converted, trains={"projections"})
+    teacher = dict(made.teacher.named_parameters())
+    for name, parameter in teacher.items():
+        shared = parameter.data_ptr() == made.student.get_parameter(name).data_ptr()
+        assert shared == (".self_attn." not in name)
+
+
+def test_a_blend_goes_from_softmax_to_the_function_and_leaves_no_trace(
+    softmax, converted, corpus_file, tmp_path, monkeypatch
+):
+    made, batch = _made(converted)
+    with torch.no_grad():
+        made.blend(0.0)
+        torch.testing.assert_close(
+            made.student(batch["input_ids"]).logits,
+            made.teacher(batch["input_ids"]).logits,
+            atol=1e-4, rtol=1e-4,
+        )  # fmt: skip
+    shares = []
+    blend = distillation.Distillation.blend
+    monkeypatch.setattr(
+        distillation.Distillation,
+        "blend",
+        lambda self, share: (shares.append(share), blend(self, share)),
+    )
+    keys = {"layerwise.steps": 0, "end_to_end.steps": 8, "end_to_end.blend": 0.5}
+    distil_attention.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
+    assert shares == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert "blend" not in (tmp_path / "out" / "final" / "config.json").read_text()
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final")
+    assert trained.config._attn_implementation == "sigmoid"
+
+
+def test_layers_that_stay_softmax_are_not_touched(softmax, corpus_file, tmp_path):
+    convert(softmax, tmp_path / "one", "sigmoid", init="calibrated-query", layers=[1], window=32,
+            windows=8, progress=False)  # fmt: skip
+    distil_attention.main(arguments(tmp_path / "one", corpus_file, tmp_path / "out"))
+    tensors, before = (
+        load_file(Path(f) / "model.safetensors") for f in (tmp_path / "out" / "final", softmax)
+    )
+    kept = [name for name in before if ".layers.0." in name]
+    assert kept and all(torch.equal(tensors[name], before[name]) for name in kept)
+    assert len(lines(tmp_path / "out")[0]["layers"]) == 1
+
+
+def test_ssmax_is_distilled_as_well(softmax, corpus_file, tmp_path):
+    convert(
+        softmax, tmp_path / "ssmax", "ssmax", init="paper", window=32, windows=4, progress=False
+    )
+    distil_attention.main(arguments(tmp_path / "ssmax", corpus_file, tmp_path / "out"))
+    log = lines(tmp_path / "out")
+    assert log[-1]["loss"] < log[0]["loss"]
+
+
+def test_held_out_text_is_measured_on_the_way(converted, corpus_file, tmp_path):
+    held_out = tmp_path / "chapters.txt"
+    held_out.write_text(text.held_out())
+    keys = {"evaluate.path": held_out, "evaluate.every": 3, "evaluate.windows": 4}
+    distil_attention.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
+    found = {x["step"]: x["perplexity"] for x in lines(tmp_path / "out") if "perplexity" in x}
+    assert list(found) == [3, 6, 8]
+    final = tmp_path / "out" / "final"
+    windows = token_windows(AutoTokenizer.from_pretrained(final), text.held_out(), BLOCK, 4)
+    # The student with its gains beside it, and with them folded into the projections.
+    expected = perplexity(AutoModelForCausalLM.from_pretrained(final), windows, progress=False)
+    assert found[8]["chapters"] == pytest.approx(expected, rel=1e-4)
+
+
+KILLED = """
+import json, os, signal, sys
+import torch
+recipes, step, threads, *argv = json.loads(sys.argv[1])
+sys.path.insert(0, recipes)
+torch.set_num_threads(threads)
+import distil_attention, run_log
+write = run_log.RunLog.write
+def write_then_die(self, **values):
+    write(self, **values)
+    if values["step"] == step: os.kill(os.getpid(), signal.SIGKILL)
+run_log.RunLog.write = write_then_die
+distil_attention.main(argv)
+"""
+
+
+@pytest.mark.parametrize("step", [5, 8, 11])  # in a stage, at its end, in the next
+def test_a_killed_run_resumes_to_the_last_bit(
+    converted, corpus_file, uninterrupted, tmp_path, step
+):
+    argv = arguments(converted, corpus_file, tmp_path / "out", **{"end_to_end.steps": 6})
+    job = [str(RECIPES), step, torch.get_num_threads(), *argv]
+    killed = subprocess.run([sys.executable, "-c", KILLED, json.dumps(job)], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert checkpointing.latest(tmp_path / "out" / "checkpoints").step == step // 3 * 3
+    distil_attention.main(argv)
+    for ours, theirs in zip(lines(tmp_path / "out"), lines(uninterrupted), strict=True):
+        assert ours["loss"] == theirs["loss"]
+    ours, theirs = (
+        load_file(out / "final" / "model.safetensors") for out in (tmp_path / "out", uninterrupted)
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+    reports = [
+        json.loads((out / "final" / "report.json").read_text())["distillation"]["output_errors"]
+        for out in (tmp_path / "out", uninterrupted)
+    ]
+    assert reports[0] == reports[1]
+
+
+def test_sigterm_saves_and_the_run_goes_on(
+    converted, corpus_file, uninterrupted, tmp_path, monkeypatch
+):
+    argv = arguments(
+        converted, corpus_file, tmp_path, **{"end_to_end.steps": 6, "checkpoint.every": 0}
+    )
+    write = distil_attention.RunLog.write
+
+    def write_and_ask(self, **values):
+        write(self, **values)
+        if values["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(distil_attention.RunLog, "write", write_and_ask)
+    assert distil_attention.main(argv) is None
+    monkeypatch.undo()
+    assert distil_attention.main(argv) == tmp_path / "final"
+    assert [x["loss"] for x in lines(tmp_path)] == [x["loss"] for x in lines(uninterrupted)]
+
+
+def test_a_step_does_not_depend_on_how_its_rows_are_divided(converted, corpus_file, tmp_path):
+    losses = []
+    for name, batch, accumulation in (("a", 4, 1), ("b", 1, 4)):
+        keys = {"train.batch_size": batch, "train.grad_accumulation": accumulation,
+                "end_to_end.steps": 4}  # fmt: skip
+        distil_attention.main(arguments(converted, corpus_file, tmp_path / name, **keys))
+        losses.append([line["loss"] for line in lines(tmp_path / name)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+WORKER = """
+import json, sys
+import torch
+recipes, *argv = json.loads(sys.argv[1])
+sys.path.insert(0, recipes)
+torch.set_num_threads(1)
+import distil_attention
+distil_attention.main(argv)
+"""
+
+
+def test_two_processes_take_the_steps_of_one(converted, corpus_file, tmp_path):
+    keys = {"train.grad_accumulation": 1, "end_to_end.steps": 3, "layerwise.steps": 3}
+    alone = {**keys, "train.batch_size": 4}
+    distil_attention.main(arguments(converted, corpus_file, tmp_path / "one", **alone))
+    argv = arguments(converted, corpus_file, tmp_path / "two", **keys)
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    job = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0",
+           "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(script),
+           json.dumps([str(RECIPES), *argv])]  # fmt: skip
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(job, capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr.decode()
+    one, two = ([x["loss"] for x in lines(tmp_path / name)] for name in ("one", "two"))
+    assert one == pytest.approx(two, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
+        ({"model": "SOFTMAX"}, "expected a converted checkpoint"),
+        ({"teacher": "CONVERTED"}, "expected a softmax model"),
+        ({"layerwise.train": "everything"}, "layerwise.train: expected one of"),
+        ({"layerwise.steps": 0}, "at least one step"),
+        ({"end_to_end.blend": 1.5}, "expected at most 1"),
+        ({"end_to_end.kl": -1}, "expected at least 0"),
+        ({"evaluate.path": "nowhere.txt"}, "evaluate.path: no such file"),
+        ({"evaluate.path": "SHORT"}, "must have at least 32 tokens, got 9"),
+        ({"train.block_size": 65}, "at most the model's 64 positions"),
+        ({"layerwise.step": 3}, "unknown key 'layerwise.step'"),
+    ],
+)
+def test_bad_input_is_named_and_writes_nothing(
+    softmax, converted, corpus_file, tmp_path, keys, words
+):
+    (tmp_path / "short.txt").write_text("too short")
+    places = {"SOFTMAX": softmax, "CONVERTED": converted, "SHORT": str(tmp_path / "short.txt")}
+    keys = {key: places.get(value, value) for key, value in keys.items()}
+    with pytest.raises(BadInput, match=words):
+        distil_attention.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_was_trained_since_needs_a_teacher(softmax, converted, corpus_file, tmp_path):
+    shutil.copytree(converted, tmp_path / "trained")
+    model = AutoModelForCausalLM.from_pretrained(converted)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight += 0.01
+    model.save_pretrained(tmp_path / "trained")
+    argv = arguments(tmp_path / "trained", corpus_file, tmp_path / "out")
+    with pytest.raises(BadInput, match="give teacher="):
+        distil_attention.main(argv)
+    distil_attention.main([*argv, f"teacher={softmax}"])
+    assert (tmp_path / "out" / "final" / "config.json").is_file()
+
+
+def _made(converted, trains=frozenset({"numbers"})):
+    student = AutoModelForCausalLM.from_pretrained(converted).eval()
+    made = distillation.Distillation(
+        student, None, folded=None, trains=set(trains), lora_rank=4, probe=ids(6)[:1]
+    )
+    made.select("numbers")
+    tokens = torch.randint(0, 256, (2, BLOCK), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(BLOCK).expand(2, BLOCK)
+    labels = tokens.roll(-1, 1)
+    return made, {"input_ids": tokens, "position_ids": positions, "labels": labels}
