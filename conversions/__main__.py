@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         result, sentence = getattr(commands, options.command)(options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"hf-sigmoid: {error}", file=sys.stderr)
         return 2
     print(json.dumps(result, indent=2) if options.json else sentence)

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from hf_sigmoid.conversions import embedded
 from hf_sigmoid.conversions.plan import Plan
-from hf_sigmoid.conversions.report import figures
+from hf_sigmoid.conversions.report import distillations, figures
 
 COPIED = ("license", "license_name", "license_link", "language")  # of the source's card
 
@@ -46,11 +46,13 @@ def card(report: dict, plan: Plan, name: str) -> str:
     revision = f", revision `{base['revision']}`" if base["revision"] else ""
     lines = [
         f"# {title} with {plan.function} attention",
-        f"{plan}. Converted by [hf-sigmoid](https://pypi.org/project/hf-sigmoid/) from {title}"
-        f"{revision}, whose weights have the SHA-256 `{report['weights_sha256']}`; nothing was "
-        "trained.",
+        f"{plan}. Converted by hf-sigmoid from {title}{revision}, whose weights have the SHA-256 "
+        f"`{report['weights_sha256']}`"
+        + ("." if "distillations" in report else "; nothing was trained."),
         *_method(report, plan),
-        f"{sentence[:1].upper()}{sentence[1:]}, on {report['evaluation_text']}. By length, by "
+        *distillations(report),
+        f"{sentence[:1].upper()}{sentence[1:]}, on {report['evaluation_text']}"
+        f"{', as converted' if 'distillations' in report else ''}. By length, by "
         "layer and with what it took: `report.md`.",
         f"""```sh
 pip install hf-sigmoid
@@ -62,7 +64,7 @@ from transformers import {report["class"]}
 
 model = {report["class"]}.from_pretrained("{name}")
 ```""",
-        f"Back to softmax: `{fetch}hf-sigmoid revert {folder} BACK`.",
+        f"Back to softmax: `{fetch}hf-sigmoid revert {folder} BACK{_approximately(report)}",
     ]
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(lines) + "\n"
 
@@ -80,6 +82,19 @@ def _method(report: dict, plan: Plan) -> list[str]:
     if "rope" in report:
         lines.append(f"The RoPE was changed by `{report['rope']['change']}`, not an identity.")
     return lines
+
+
+def _approximately(report: dict) -> str:
+    """The end of the command, and what to expect of it."""
+    trained = {
+        run[f"{stage}.train"]
+        for run in report.get("distillations", [])
+        for stage in ("layerwise", "end_to_end")
+        if run[f"{stage}.steps"]
+    }
+    if trained <= {"numbers"}:
+        return "`, bit for bit the source."
+    return " --approximate`, which is not the source: its weights were trained."
 
 
 def _terms(readme: Path) -> dict:

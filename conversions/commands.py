@@ -65,13 +65,19 @@ def inspect(options: argparse.Namespace) -> tuple[dict, str]:
 
 def convert(options: argparse.Namespace) -> tuple[dict, str]:
     if options.dry_run:
+        if is_training(options.model):
+            raise ValueError(f"--dry-run plans models, got a training checkpoint, {options.model}")
         chosen = dry_run(
             options.model, options.function, init=options.init, layers=options.layers,
-            part=options.part, rope=options.rope,
+            part=options.part, rope=options.rope, keep_softmax=options.keep_softmax,
         )  # fmt: skip
-        fields = {"plan": chosen.to_json(), "rope": options.rope}
-        rope = f", its RoPE by {options.rope}" if options.rope else ""
-        return fields, f"would change {chosen}{rope}; nothing was written"
+        fields = {
+            "plan": chosen.to_json(), "rope": options.rope, "keep_softmax": options.keep_softmax
+        }  # fmt: skip
+        also = f", its RoPE by {options.rope}" if options.rope else ""
+        if options.keep_softmax:
+            also += f", but for the {options.keep_softmax} layers that it would change most"
+        return fields, f"would change {chosen}{also}; nothing was written"
     if options.out is None:
         raise ValueError("expected a folder to write, or --dry-run")
     chosen = {
@@ -87,7 +93,7 @@ def convert(options: argparse.Namespace) -> tuple[dict, str]:
         report = convert_training(
             options.model, options.out, options.function, base=options.base, **chosen
         )
-        how = f"resume it with output_dir={options.out}"
+        how = f"resume it by --config {options.out}/config.yaml output_dir={options.out}"
         if options.base is not None:
             how = f"build the model from {options.out}/model, then load_state"
         return report, f"{options.model} -> {options.out} ({options.function}): {how}"

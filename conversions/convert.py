@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from hf_sigmoid import configuration, parameters, support, text
 from hf_sigmoid.conversions import card as cards
-from hf_sigmoid.conversions import hub, pictures, texts
+from hf_sigmoid.conversions import folding, hub, pictures, texts
 from hf_sigmoid.conversions import report as reports
 from hf_sigmoid.conversions.compare import Measure, token_windows
 from hf_sigmoid.conversions.embedded import checkpoint
@@ -210,14 +210,17 @@ def dry_run(
     init: str | None = None,
     layers: Sequence[int] | str | None = None,
     part: str | None = None,
+    keep_softmax: int = 0,
     rope: str | None = None,
 ) -> Plan:
     """What `convert` would do, from the config alone: no weights are loaded, nothing is written.
 
+    Which layers `keep_softmax` keeps takes the weights: the plan is of all that were asked for.
+
     Raises:
         ValueError: as `convert`, where the config alone tells.
     """
-    check_arguments(function, init, keep_softmax=0, window=4, windows=1)
+    check_arguments(function, init, keep_softmax, window=4, windows=1)
     config = AutoConfig.from_pretrained(checkpoint(source))
     part, layers = check_source(config, function, layers, part)
     empty = skeleton(config)
@@ -253,10 +256,8 @@ def revert_checkpoint(
         raise ValueError(f"the model must be a converted one, got {source} on softmax")
     near = existing_parent(target)
     model = revert(load(str(source), device_map=device_map, offload_near=near))
-    if approximate and not (Path(source) / REPORT).is_file():
-        exact = False  # nothing says what the weights were
-    else:
-        exact = restore_weights(model, source)
+    check_disk(target, model)
+    exact = restore_weights(model, source, approximate=approximate)
     if not exact and not approximate:
         raise ValueError(
             f"the weights of {source} were trained since the conversion, so that softmax would not "
@@ -280,11 +281,17 @@ def merge_adapter(adapter: str | Path, base: str | Path, target: str | Path) -> 
 
     target = Path(target).resolve()
     check_target(target)
-    model = PeftModel.from_pretrained(load(checkpoint(base)), str(adapter)).merge_and_unload()
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint(base))
+    base = checkpoint(base)
+    model = load(base)
+    check_disk(target, model)
+    model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    tokenizer = AutoTokenizer.from_pretrained(base)
     with written(target) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        for name in (REPORT, folding.FILE):  # what `revert` needs of a converted base
+            if (Path(base) / name).is_file():
+                shutil.copy2(Path(base) / name, folder / name)
 
 
 def check_arguments(

@@ -4,6 +4,7 @@ A composite model (a language model with image or sound towers) is converted one
 the name of the part's config: `text_config`, `decoder`, `thinker_config.text_config`.
 """
 
+import json
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -11,18 +12,19 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.models.auto import modeling_auto
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from hf_sigmoid import parameters
 
 # Where a config without `architectures` looks its class up, in this order.
 MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "")
+FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LARGEST_SHARD_BYTES = 5 * 10**9  # of an offloaded model: each shard is written from memory
 
 
@@ -64,7 +66,11 @@ def load(
         ValueError: a file that cannot be read, or weights that the checkpoint lacks.
     """
     config = transformers.AutoConfig.from_pretrained(path)
-    options: dict = {"dtype": "auto", "use_safetensors": True, "output_loading_info": True}
+    options: dict = {
+        "dtype": saved_dtype(path) or "auto",
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
     offloaded = None
     if device_map is not None:
         offloaded = tempfile.TemporaryDirectory(prefix=".offloaded.", dir=offload_near)
@@ -84,6 +90,29 @@ def load(
             f"numbers: {', '.join(missing[:3])}"
         )
     return model.eval()
+
+
+def saved_dtype(path: str) -> torch.dtype | None:
+    """The one dtype of a checkpoint's weights, None if it has several.
+
+    Its config may name another, which transformers' "auto" would round the weights to.
+    """
+    names = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)
+    found = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in names)
+    first = next((Path(file) for file in found if file is not None), None)
+    if first is None:
+        return None
+    files = [first]
+    if first.name == SAFE_WEIGHTS_INDEX_NAME:
+        shards = json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()
+        files = [Path(cached_file(path, shard)) for shard in sorted({*shards})]
+    kinds = set()
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            names = [name for name in list(tensors.keys()) if f".{parameters.HOLDER}." not in name]
+            kinds |= {tensors.get_slice(name).get_dtype() for name in names}
+    floating = [FLOATING[kind] for kind in kinds if kind in FLOATING]
+    return floating[0] if len(floating) == 1 else None
 
 
 def save(model: PreTrainedModel, folder: Path, source: str) -> None:

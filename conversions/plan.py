@@ -135,8 +135,13 @@ def check_config(
     return part, tuple(configuration.check_layers(layers, config))
 
 
-def apply(model: PreTrainedModel, plan: Plan, fits: dict | None = None) -> None:
+def apply(model: PreTrainedModel, plan: Plan, fits: dict | None = None) -> dict[str, dict]:
     """Convert a model in place as planned; `fits` (`calibrate`) for a calibrated start.
+
+    Returns:
+        For each attention module that changed, by name: "offset" and "slope" as smallest and
+        largest over its heads, and of a calibrated start "r_squared", the mean share of the
+        log-sum-exp's variance that the fit explains.
 
     Raises:
         ValueError: a plan of another model, a calibrated start without fits of its modules, or a
@@ -163,12 +168,21 @@ def apply(model: PreTrainedModel, plan: Plan, fits: dict | None = None) -> None:
             layers=plan.layers, **numbers,
         )  # fmt: skip
         support.check_model(model, support.wishes(model.config))
-    if not calibrated:
-        return
+    report: dict[str, dict] = {}
     for name, module in parameters.holders(model):
         holder = module.log_length
-        if holder.function != "softmax":
+        if holder.function == "softmax":
+            continue
+        if calibrated:
             fits[name].copy_to(holder)
+        report[name] = {
+            number: [value.min().item(), value.max().item()]
+            for number, value in holder.named_parameters()
+            if number != "query" and not value.is_meta
+        }
+        if calibrated:
+            report[name]["r_squared"] = fits[name].r_squared.mean().item()
+    return report
 
 
 def check_reached(missing: Iterable[str]) -> None:

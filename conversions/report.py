@@ -27,6 +27,7 @@ def markdown(report: dict, plan: Plan) -> str:
         _rope(report),
         _by_length(report),
         _modules(report),
+        _distilled(report),
         _pictures(report),
         _stages(report),
     ]
@@ -141,6 +142,47 @@ def _modules(report: dict) -> list[str]:
         "",
         *table(head, rows),
     ]
+
+
+def distillations(report: dict) -> list[str]:
+    """What each run of `recipes/distil_attention.py` did afterwards, in a paragraph."""
+    return [_distillation(run) for run in report.get("distillations", [])]
+
+
+def _distillation(run: dict) -> str:
+    stages = [
+        f"{run[f'{key}.train']} {name}, {run[f'{key}.steps']} steps"
+        for name, key in (("layer by layer", "layerwise"), ("end to end", "end_to_end"))
+        if run[f"{key}.steps"]
+    ]
+    sentence = (
+        f"Then distilled from the softmax model on {run['tokens']:,} tokens in "
+        f"{run['seconds']:.0f} s: {', then '.join(stages)} (numbers: row numbers, gains and "
+        "temperatures)."
+    )
+    if found := run["perplexity"]:
+        each = ", ".join(f"{value:.2f} on {name}" for name, value in found.items())
+        sentence += f" Perplexity on {run['train.block_size']} tokens afterwards: {each}."
+    return sentence
+
+
+def _distilled(report: dict) -> list[str]:
+    lines: list[str] = []
+    for run, sentence in zip(report.get("distillations", []), distillations(report), strict=True):
+        lines += [sentence, ""]
+        if run["output_errors"]:
+            rows = [
+                [name, f"{run['output_errors_before'][name] ** 0.5:.3f}", f"{error**0.5:.3f}"]
+                for name, error in run["output_errors"].items()
+            ]
+            lines += [
+                "Layer by layer, the relative error of each module's output after its projection, "
+                "on the text of the first and of the last step:",
+                "",
+                *table(["module", "first step", "last step"], rows),
+                "",
+            ]
+    return lines[:-1]
 
 
 def _pictures(report: dict) -> list[str]:

@@ -32,31 +32,50 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 of a model's weights: names, types, shapes and bytes, row numbers left out."""
+    """SHA-256 of a model's weights without its row numbers: that of the softmax model in it."""
+    return hashed(model, without=f".{parameters.HOLDER}.")
+
+
+def hashed(model: PreTrainedModel, *, without: str | None = None) -> str:
+    """SHA-256 of a model's weights: names, types, shapes and bytes."""
     digest = hashlib.sha256()
     for name, tensor in weights(model):
-        if f".{parameters.HOLDER}." not in name:
+        if without is None or without not in name:
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
             digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
-def restore_weights(model: PreTrainedModel, folder: str | Path) -> bool:
+def restore_weights(
+    model: PreTrainedModel, folder: str | Path, *, approximate: bool = False
+) -> bool:
     """Take what was folded into the projections of a reverted model back out, in place.
+
+    Args:
+        approximate: also of a folder that does not say what it was converted from.
 
     Returns:
         Are the weights those of the softmax model that `folder` was converted from? If not, gains
         and temperatures are divided out of whatever the weights are now.
 
     Raises:
-        ValueError: the folder does not say what it was converted from, or a file in it is damaged.
+        ValueError: the folder does not say what it was converted from, or what was folded into its
+            projections, or a file in it is damaged.
     """
     folded = folding.Folded.load(folder)
+    if folded is None and getattr(model.config, folding.RECORD, False):
+        raise ValueError(
+            f"{folder}: gains and temperatures were folded into its projections, and the file that "
+            f"says which, {folding.FILE}, is missing: it is in the folder that was distilled"
+        )
+    if hasattr(model.config, folding.RECORD):
+        delattr(model.config, folding.RECORD)
+    unknown = approximate and not (Path(folder) / REPORT).is_file()
     if folded is None:
-        return check_untrained(model, folder)
+        return not unknown and check_untrained(model, folder)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{folder} has {folding.FILE}: revert it without --device-map")
-    if folded.originals:
+    if folded.originals and not unknown:
         now = folding.Folded(
             originals={name: model.get_parameter(name).data for name in folded.originals}
         )

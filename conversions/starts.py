@@ -28,7 +28,14 @@ def to_ssmax(model: PreTrainedModel, chosen: Plan, ids: Tensor) -> dict[str, flo
     anchor = check_init(chosen.function, chosen.init)
     text_model = reader(model, chosen.part)
     check_reached(unreached(text_model, ids[:1], chosen.converted, model))
-    before = runs(text_model, ids)
+    try:
+        before = runs(text_model, ids)
+    except Exception as error:  # whatever a model raises that is not run in these ways
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"{type(model).__name__} cannot be run as the verification does: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
     apply(model, chosen)
     found = differences(before, runs(text_model, ids))
     identity = chosen.init == "identity" or (anchor is not None and anchor >= ids.shape[1])

@@ -11,6 +11,8 @@ kinds of checkpoint are known:
 
 import json
 import os
+import pickle
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,10 +24,11 @@ from transformers import AutoConfig, AutoTokenizer
 from hf_sigmoid import parameters
 from hf_sigmoid.conversions.convert import check_target, convert, written
 from hf_sigmoid.conversions.embedded import checkpoint
+from hf_sigmoid.conversions.revert import REPORT
 
 MANIFEST, CONFIG, LOG = "manifest.json", "config.yaml", "log.jsonl"  # of continue_pretrain.py
 OPTIMIZER, SCHEDULER = "optimizer.bin", "scheduler.bin"  # of accelerate
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+WEIGHTS = "model.safetensors"
 
 
 def is_training(source: str | Path) -> bool:
@@ -62,9 +65,11 @@ def convert_training(
         ValueError: as `convert`; a folder that is no such checkpoint, an optimiser of another
             model; nothing has been written then.
     """
-    source, target = Path(source), Path(target).resolve()
+    source, target = Path(source).resolve(), Path(target).resolve()
     check_target(target)
     if (source / MANIFEST).is_file():
+        if base is not None:
+            raise ValueError(f"--base is of an accelerate state folder, got {source}")
         return _convert_run(source, target, function, options)
     if (source / OPTIMIZER).is_file():
         if base is None:
@@ -83,6 +88,10 @@ def _convert_run(source: Path, target: Path, function: str, options: dict) -> di
     import yaml
 
     manifest = json.loads((source / MANIFEST).read_text(encoding="utf-8"))
+    for name, size in manifest["files"].items():
+        found = (source / name).stat().st_size if (source / name).is_file() else 0
+        if found != size:
+            raise ValueError(f"{source} is damaged: {name} has {found} bytes, expected {size}")
     run = source.parents[1]
     for file in (CONFIG, LOG):
         if not (run / file).is_file():
@@ -109,42 +118,60 @@ def _convert_run(source: Path, target: Path, function: str, options: dict) -> di
 
 
 def _convert_state(source: Path, target: Path, function: str, base: str, options: dict) -> dict:
-    weights = next((source / name for name in WEIGHTS if (source / name).is_file()), None)
-    if weights is None:
-        raise ValueError(
-            f"{source} must hold {' or '.join(WEIGHTS)}, got none: pickles are not read"
-        )
-    optimizer = torch.load(source / OPTIMIZER, map_location="cpu", weights_only=True)
-    names = _names(source)
-    held = sum(len(group["params"]) for group in optimizer["param_groups"])
-    if held > len(names):
-        raise ValueError(
-            f"{source / OPTIMIZER} is of {held} parameters, the weights are {len(names)}"
-        )
+    optimizer = _read_state(source)
+    scheduler = source / SCHEDULER
     with tempfile.TemporaryDirectory() as temporary:
-        model = Path(temporary) / "model"
+        model = Path(temporary) / source.name  # the card's title
         model.mkdir()
         AutoConfig.from_pretrained(base).save_pretrained(model)
         AutoTokenizer.from_pretrained(base).save_pretrained(model)
-        for file in source.glob("model*.safetensors*"):
-            (model / file.name).symlink_to(file.resolve())
+        (model / WEIGHTS).symlink_to(source / WEIGHTS)
         with written(target) as folder:
             report = convert(model, folder / "model", function, **options)
-            added = [name for name in _names(folder / "model") if _is_number(name)]
+            report["source"] = str(source)  # not the folder that is gone in a moment
+            for name in (REPORT, "report.md", "README.md"):
+                file = folder / "model" / name
+                file.write_text(file.read_text("utf-8").replace(str(model), str(source)), "utf-8")
+            if not (folder / "model" / WEIGHTS).is_file():
+                raise ValueError(f"{source}: its model is too large for the one file of accelerate")
+            os.link(folder / "model" / WEIGHTS, folder / WEIGHTS)
             for file in source.iterdir():
-                if not file.name.startswith("model") and file.is_file():
+                if file.is_file() and file.name not in (WEIGHTS, OPTIMIZER, SCHEDULER):
                     shutil.copy2(file, folder / file.name)
-            for file in (folder / "model").glob("model*.safetensors*"):
-                os.link(file, folder / file.name)
-            _add_group(optimizer, len(added))
+            names = _shapes(folder / WEIGHTS)
+            _add_group(optimizer, sum(f".{parameters.HOLDER}." in name for name in names))
             torch.save(optimizer, folder / OPTIMIZER)
-            if (source / SCHEDULER).is_file():
-                scheduler = torch.load(source / SCHEDULER, map_location="cpu", weights_only=True)
-                for key in ("base_lrs", "_last_lr", "lr_lambdas"):
-                    if scheduler.get(key):
-                        scheduler[key].append(scheduler[key][0])
-                torch.save(scheduler, folder / SCHEDULER)
+            if scheduler.is_file():
+                torch.save(_grown(_read(scheduler)), folder / SCHEDULER)
     return report
+
+
+def _read_state(source: Path) -> dict:
+    """The optimiser's state of one model that accelerate saved, checked against its weights."""
+    names = sorted(path.name for path in source.iterdir())
+    if several := [name for name in names if re.search(r"_\d+\.(safetensors|bin)$", name)]:
+        raise ValueError(f"{source} must hold one model, optimiser and schedule, got {several}")
+    if not (source / WEIGHTS).is_file():
+        raise ValueError(f"{source} must hold {WEIGHTS}, got none: pickles are not read as weights")
+    optimizer = _read(source / OPTIMIZER)
+    shapes = {*_shapes(source / WEIGHTS).values()}
+    for state in optimizer["state"].values():
+        for slot, tensor in state.items():
+            if isinstance(tensor, torch.Tensor) and tensor.dim() and (*tensor.shape,) not in shapes:
+                raise ValueError(
+                    f"{source / OPTIMIZER} is of another model: {slot} has the shape "
+                    f"{list(tensor.shape)}, which no weight has"
+                )
+    return optimizer
+
+
+def _read(file: Path) -> dict:
+    """A state dict; only tensors and plain values are read of it, no code."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{file} cannot be read: {reason}") from error
 
 
 def _add_group(optimizer: dict, count: int) -> None:
@@ -157,14 +184,17 @@ def _add_group(optimizer: dict, count: int) -> None:
     groups.append(new)
 
 
-def _names(folder: Path) -> list[str]:
-    """The names of the tensors in a folder's safetensors files."""
-    names = []
-    for file in sorted(folder.glob("model*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            names += tensors.keys()
-    return names
+def _grown(scheduler: dict) -> dict:
+    """A schedule's state, and of the schedules inside it, with the first group's entries again."""
+    for key in ("base_lrs", "_last_lr", "lr_lambdas"):
+        if scheduler.get(key):
+            scheduler[key].append(scheduler[key][0])
+    for inner in scheduler.get("_schedulers", []):
+        _grown(inner)
+    return scheduler
 
 
-def _is_number(name: str) -> bool:
-    return f".{parameters.HOLDER}." in name
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in a safetensors file."""
+    with safe_open(file, "pt") as tensors:
+        return {name: (*tensors.get_slice(name).get_shape(),) for name in list(tensors.keys())}

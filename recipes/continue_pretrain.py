@@ -13,6 +13,7 @@ the step.
 import argparse
 import json
 import math
+import shutil
 import sys
 import time
 from contextlib import nullcontext
@@ -37,6 +38,8 @@ from transformers import AutoTokenizer
 
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
 from hf_sigmoid.conversions.embedded import checkpoint as resolve
+from hf_sigmoid.conversions.folding import FILE
+from hf_sigmoid.conversions.revert import REPORT
 
 
 def main(argv: list[str] | None = None) -> Path | None:
@@ -162,6 +165,9 @@ class Training:
 
     def _write_final(self, folder: Path) -> None:
         checkpointing.save_model(folder, self._bare_model(), self.tokenizer)
+        for name in (REPORT, FILE):  # what `hf-sigmoid revert` needs of a converted model
+            if (Path(self.run.model) / name).is_file():
+                shutil.copy2(Path(self.run.model) / name, folder / name)
         record = {"step": self.run.train.steps, **run_config.flat(self.run)}
         (folder / resuming.RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

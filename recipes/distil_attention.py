@@ -13,6 +13,7 @@ checkpoint and repeats an uninterrupted one to the last bit.
 import argparse
 import json
 import math
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -26,10 +27,10 @@ import resuming
 import run_config
 import torch
 from accelerate.utils import set_seed
-from distillation import Distillation, load_trained
+from distillation import Distillation, load_trained, softmax_inside
 from errors import BadInput
 from loading import data_parallel, load, load_model, max_positions
-from packing import IGNORED, Packer, predicted_tokens, step_batches
+from packing import IGNORED, Packer, documents_leak, predicted_tokens, step_batches
 from run_config import Distil
 from run_log import RunLog
 from safetensors.torch import save_file
@@ -38,8 +39,14 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
-from hf_sigmoid.conversions import embedded, folding, perplexity, token_windows
-from hf_sigmoid.conversions.revert import REPORT, check_untrained
+from hf_sigmoid.configuration import find_section
+from hf_sigmoid.conversions import embedded, folding, perplexity, pictures, token_windows
+from hf_sigmoid.conversions.card import card
+from hf_sigmoid.conversions.models import model_class
+from hf_sigmoid.conversions.plan import Plan
+from hf_sigmoid.conversions.report import markdown
+from hf_sigmoid.conversions.revert import REPORT, check_untrained, hashed
+from hf_sigmoid.conversions.rope import RECORD as ROPE
 
 TRAINED = "trained.safetensors"
 
@@ -107,6 +114,10 @@ class Run:
         for path in map(Path, [given] if isinstance(given, str) else given):
             if not path.is_file():
                 raise BadInput(f"evaluate.path: no such file: {path}")
+            if path.stem in found:
+                raise BadInput(
+                    f"evaluate.path: expected files of different names, got two {path.stem}"
+                )
             try:
                 found[path.stem] = token_windows(
                     self.tokenizer,
@@ -120,8 +131,22 @@ class Run:
 
     def _load(self, resumed: checkpointing.Checkpoint | None) -> None:
         run = self.run
-        student = load_model(run.model, dtype=torch.float32)
+        # As it was saved, so that the softmax model inside can be told by its hash.
+        student = load_model(run.model)
+        if getattr(student, "is_quantized", False):
+            raise BadInput(
+                f"model {run.model}: expected weights that can be trained, got quantised ones"
+            )
+        if (cls := model_class(student.config)) is not type(student):
+            raise BadInput(
+                f"model {run.model}: expected a causal language model, got a {cls.__name__}"
+            )
         section = getattr(student.config, "hf_sigmoid", None)
+        if not section and find_section(student.config):
+            raise BadInput(
+                f"model {run.model}: expected a plain language model, got a {cls.__name__}, of "
+                "which a part is converted"
+            )
         if not section:
             raise BadInput(
                 f"model {run.model}: expected a converted checkpoint, got one that runs softmax: "
@@ -129,34 +154,40 @@ class Run:
             )
         if not section["learn"]:
             raise BadInput(f"model {run.model}: its row numbers are constants, none can be trained")
-        self.folded = folding.Folded.load(run.model)
-        teacher = None
-        if run.teacher is not None:
-            teacher = load_model(embedded.checkpoint(run.teacher), dtype=torch.float32)
-            if getattr(teacher.config, "hf_sigmoid", None):
-                raise BadInput(
-                    f"teacher {run.teacher}: expected a softmax model, got a converted one"
-                )
-            if teacher.config.model_type != student.config.model_type:
-                raise BadInput(
-                    f"teacher {run.teacher}: expected a {student.config.model_type}, got a "
-                    f"{teacher.config.model_type}"
-                )
-        self.probe = torch.tensor([self.tokenizer("The attention of every head")["input_ids"]])
+        if run.layerwise.steps and hasattr(student.config, ROPE):
+            raise BadInput(
+                f"layerwise.steps: expected 0 for {run.model}, whose RoPE was changed: its softmax "
+                "model's inputs are rotated otherwise"
+            )
+        try:
+            self.folded = folding.Folded.load(run.model)
+        except ValueError as error:
+            raise BadInput(str(error)) from None
         stages = [s.train for s in (run.layerwise, run.end_to_end) if s.steps]
-        student.to(self.accelerator.device)
-        self.probe = self.probe.to(self.accelerator.device)
+        if run.teacher is None:
+            teacher = softmax_inside(student, self.folded, set(stages))
+            self._check_source(teacher)
+        else:
+            teacher = self._load_teacher(student)
+        self._check_disk(student, set(stages))
+        self.weights = {
+            name: hashed(model) for name, model in (("model", student), ("teacher", teacher))
+        }
+        if resumed and resumed.manifest["weights"] != self.weights:
+            raise BadInput(f"model or teacher is not what {resumed.folder} was distilled from")
+        device = self.accelerator.device
+        student.to(device)
+        teacher.to(device)
+        if documents_leak(student):
+            raise BadInput(
+                f"{type(student).__name__} lets the documents of a packed block see each other; "
+                "expected a model that honours position_ids"
+            )
+        self.probe = torch.tensor([self.tokenizer("The attention of every head")["input_ids"]])
+        self.probe = self.probe.to(device)
         set_seed(run.seed)  # the start of low-rank changes
-        self.distillation = Distillation(
-            student,
-            teacher.to(self.accelerator.device) if teacher is not None else None,
-            folded=self.folded,
-            trains=set(stages),
-            lora_rank=run.optim.lora_rank,
-            probe=self.probe,
-        )
-        if teacher is None:
-            self._check_source()
+        rank = run.optim.lora_rank if "lora" in stages else None
+        self.distillation = Distillation(student, teacher, lora_rank=rank, probe=self.probe)
         self.named = {}
         for stage in stages:
             self.named |= self.distillation.select(stage)
@@ -165,11 +196,45 @@ class Run:
             self.packer.load_state(resumed.manifest["packer"])
             self._say(f"resuming after step {resumed.step} of {run.steps}")
 
-    def _check_source(self) -> None:
+    def _load_teacher(self, student: Any) -> Any:
+        source = self.run.teacher
+        with self.accelerator.local_main_process_first():
+            path = embedded.checkpoint(source)
+        teacher = load_model(path)
+        if getattr(teacher.config, "hf_sigmoid", None):
+            raise BadInput(f"teacher {source}: expected a softmax model, got a converted one")
+        for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
+            expected, given = (getattr(m.config, key, None) for m in (student, teacher))
+            if given != expected:
+                raise BadInput(f"teacher {source}: expected {key} {expected}, got {given}")
+        return teacher
+
+    def _check_disk(self, student: Any, trains: set[str]) -> None:
+        """Room for the final model and for checkpoints of what trains, before the work."""
+        run = self.run
+        sizes = {name: p.numel() * 4 for name, p in student.named_parameters()}
+        inside = {
+            "all": sizes.values(),
+            "projections": [size for name, size in sizes.items() if "attn" in name],
+        }
+        trained = max((sum(inside[name]) for name in trains & inside.keys()), default=0)
+        # Each checkpoint holds what trains and Adam's two moments of it; one more while written.
+        checkpoints = run.checkpoint.keep + 1 if run.checkpoint.every else 1
+        needed = sum(sizes.values()) + 3 * trained * checkpoints
+        parent = next(
+            each for each in (self.folder, *self.folder.resolve().parents) if each.exists()
+        )
+        if (free := shutil.disk_usage(parent).free) < needed:
+            raise BadInput(
+                f"output_dir {self.folder} needs {needed / 1e9:.2f} GB, there are "
+                f"{free / 1e9:.2f} GB"
+            )
+
+    def _check_source(self, teacher: Any) -> None:
         """The softmax model inside the checkpoint must be the one that it was converted from."""
         run = self.run
         try:
-            same = check_untrained(self.distillation.teacher, run.model)
+            same = check_untrained(teacher, run.model)
         except ValueError as error:
             raise BadInput(f"model {run.model}: {error}; give teacher=SOFTMAX_CHECKPOINT") from None
         if not same:
@@ -180,18 +245,18 @@ class Run:
 
     def _distil(self, resumed: checkpointing.Checkpoint | None) -> Path | None:
         run, done = self.run, resumed.step if resumed else 0
-        self.errors: dict[str, float] = {}  # of the last layer-wise step
+        self.errors: list[dict[str, float]] = [{}, {}]  # of the first and last layer-wise step
+        self.perplexity: dict[str, float] = {}  # when it was last measured
+        self.seconds = 0.0  # of all steps, also of earlier sessions
         self.log = None
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             checkpointing.write_text(self.folder / resuming.CONFIG, run_config.dump(run))
             checkpointing.remove_unfinished(self.checkpoints)
             self.log = RunLog(self.folder / "log.jsonl", after=done)
-            if 0 < run.layerwise.steps <= done:
-                line = self.log.kept[run.layerwise.steps - 1]
-                self.errors = dict(zip(self.distillation.modules, line["layers"], strict=True))
+            for line in self.log.kept:
+                self._note(line)
         stop = StopSignal()
-        started = time.perf_counter()
         try:
             finished = self._steps(done, stop, resumed)
         finally:
@@ -202,35 +267,49 @@ class Run:
             return None
         self._check_finite(run.steps)
         # The source's tensors make `revert` exact, as long as nothing but numbers was trained.
-        numbers_only = run.teacher is None and {
+        numbers_only = {
             stage.train for stage in (run.layerwise, run.end_to_end) if stage.steps
         } == {"numbers"}
         folded = self.distillation.finish(self.probe, keep_originals=numbers_only)
         if self.folded is not None:
             folded = self.folded.and_then(folded, keep_originals=numbers_only)
         if self.accelerator.is_main_process:
-            seconds = time.perf_counter() - started
-            checkpointing.publish(self.final, lambda to: self._write_final(to, folded, seconds))
+            checkpointing.publish(self.final, lambda to: self._write_final(to, folded))
         self.accelerator.wait_for_everyone()
         self._say(f"final model in {self.final}")
         return self.final
 
-    def _write_final(self, folder: Path, folded: folding.Folded, seconds: float) -> None:
+    def _write_final(self, folder: Path, folded: folding.Folded) -> None:
         run = self.run
         checkpointing.save_model(folder, self.distillation.student, self.tokenizer)
         if folded.factors:
             folded.save(folder)
-        record = {"step": run.steps, "seconds": round(seconds, 1), **run_config.flat(run)}
+        record = {"step": run.steps, "seconds": round(self.seconds, 1), **run_config.flat(run)}
         (folder / resuming.RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         source = Path(run.model) / REPORT
         if source.is_file():
-            report = json.loads(source.read_text(encoding="utf-8"))
-            report["distillation"] = {
-                **record,
-                "tokens": run.steps * self.blocks_per_step * run.train.block_size,
-                "output_errors": self.errors,
-            }
-            (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+            self._write_reports(folder, json.loads(source.read_text(encoding="utf-8")), record)
+
+    def _write_reports(self, folder: Path, report: dict, record: dict) -> None:
+        """The conversion's report and card, with what was done here."""
+        tokens = self.run.steps * self.blocks_per_step * self.run.train.block_size
+        first, last = self.errors
+        # Names, not places: the report goes where the model goes.
+        places = ("model", "teacher", "output_dir", "data.path", "evaluate.path")
+        kept = {key: value for key, value in record.items() if key not in places}
+        done = {
+            **kept, "tokens": tokens, "perplexity": self.perplexity,
+            "output_errors_before": first, "output_errors": last,
+        }  # fmt: skip
+        report.setdefault("distillations", []).append(done)
+        plan = Plan.from_json(json.dumps(report["plan"]))
+        report["pictures"] = pictures.draw(folder, self.distillation.student, report)
+        (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        for name, text in (
+            ("report.md", markdown(report, plan)),
+            ("README.md", card(report, plan, folder.name.removesuffix(".tmp"))),
+        ):
+            (folder / name).write_text(text, encoding="utf-8")
 
     def _steps(self, done: int, stop: StopSignal, resumed: checkpointing.Checkpoint | None) -> bool:
         """Train from step `done` on; False if a signal ended it early, after saving."""
@@ -261,10 +340,12 @@ class Run:
                 }
                 last = step == run.steps
                 if self.held_out and (step % run.evaluate.every == 0 or last):
+                    distillation.blend(1.0)  # the model that comes out, not the mixture
                     values["perplexity"] = {
                         name: perplexity(distillation.student, windows, progress=False)
                         for name, windows in self.held_out.items()
                     }
+                self._note(values)
                 if self.log:
                     self.log.write(step=step, **values)
                 bar.update()
@@ -276,6 +357,14 @@ class Run:
                     self._say(f"stopped by a signal; step {step} is saved")
                     return False
         return True
+
+    def _note(self, line: dict[str, Any]) -> None:
+        """What the final report tells of a step."""
+        if layers := line.get("layers"):
+            last = dict(zip(self.distillation.modules, layers, strict=True))
+            self.errors = [self.errors[0] or last, last]
+        self.perplexity = line.get("perplexity", self.perplexity)
+        self.seconds += self.blocks_per_step * self.run.train.block_size / line["tok_s"]
 
     def _optimizer(self, stage: Any) -> torch.optim.Optimizer:
         optim = self.run.optim
@@ -327,8 +416,7 @@ class Run:
             values += [sum(e[name] for e in errors) / (len(errors) * self.ranks) for name in names]
         total, stopping, *rest = self._sum(values)
         if layerwise:
-            self.errors = {name: round(e, 5) for name, e in zip(names, rest, strict=True)}
-            loss, extra = sum(rest) / len(rest), {"layers": list(self.errors.values())}
+            loss, extra = sum(rest) / len(rest), {"layers": [round(e, 5) for e in rest]}
         else:
             loss, extra = total / predicted, {}
         self._reduce_gradients()
@@ -388,6 +476,7 @@ class Run:
                     "packer": self.packer.state(),
                     "blocks_per_step": self.blocks_per_step,
                     "corpus_sha256": self.corpus_sha256,
+                    "weights": self.weights,
                 },
             )
         self.accelerator.wait_for_everyone()

@@ -72,40 +72,37 @@ def attention(module: nn.Module, query: Tensor, key, value, attention_mask, **kw
 class Distillation:
     """A teacher and its student.
 
+    Both compute in float32; `finish` gives the student's tensors their dtypes back.
+
     Args:
         student: a converted model; it is changed in place.
-        teacher: a softmax model, or None: the student itself without its function.
-        folded: what was folded into the student earlier, which its teacher is without.
-        trains: "numbers", "projections", "lora" or "all": what any stage will train; only that is
-            kept twice in memory.
+        teacher: a softmax model, as `softmax_inside` makes one of the student.
+        lora_rank: of low-rank changes to the projections; None: there are none.
         probe: some token ids `[1, T]`.
     """
 
     def __init__(
         self,
         student: PreTrainedModel,
-        teacher: PreTrainedModel | None,
+        teacher: PreTrainedModel,
         *,
-        folded: folding.Folded | None,
-        trains: set[str],
-        lora_rank: int,
+        lora_rank: int | None,
         probe: Tensor,
     ):
-        # Before any copy is made: places are those of the plain modules.
+        self.dtypes = {name: tensor.dtype for name, tensor in student.state_dict().items()}
+        self.student, self.teacher = student.float(), teacher.float()
         self.places = folding.find_places(student, probe)
         converted = [
             name
             for name, module in parameters.attention_modules(student)
             if (holder := parameters.holder_of(module)) and holder.function != "softmax"
         ]
-        self.teacher = teacher if teacher is not None else _teacher_of(student, folded, trains)
-        self.student = student
         self.modules = {name: student.get_submodule(name) for name in converted}
         for name, module in self.modules.items():
             device = next(module.parameters()).device
             scales = HeadScales(parameters.head_count(module), self.places[name], device)
             module.add_module(SCALES, scales)
-        self.lora = "lora" in trains
+        self.lora = lora_rank is not None
         if self.lora:
             self._add_lora(lora_rank)
         AttentionInterface.register(FUNCTION, attention)
@@ -141,6 +138,12 @@ class Distillation:
 
         def distil(name: str):
             def hook(module, args, kwargs, output):
+                # Some models hand a dict from layer to layer (shared keys and values): the
+                # student must not write into the teacher's.
+                kwargs = {
+                    key: dict(value) if isinstance(value, dict) else value
+                    for key, value in kwargs.items()
+                }
                 target = _first(output)
                 with torch.enable_grad():
                     found = _first(self.modules[name](*args, **kwargs))
@@ -212,6 +215,12 @@ class Distillation:
                 "gains and temperatures folded into the projections must not change the model by "
                 f"more than 1e-3, got {((found - expected).abs().max() / scale).item():.1e}"
             )
+        for name, tensor in self.student.state_dict(keep_vars=True).items():
+            tensor.data = tensor.data.to(self.dtypes[name])
+        if folded.factors:
+            setattr(self.student.config, folding.RECORD, True)
+        for name, original in folded.originals.items():
+            folded.originals[name] = original.to(self.dtypes[name])
         return folded
 
     def _projections(self) -> Iterator[tuple[str, nn.Module]]:
@@ -224,6 +233,8 @@ class Distillation:
         from peft import LoraConfig, inject_adapter_in_model
 
         names = [name for name, _ in self._projections()]
+        if not names:
+            raise BadInput("lora: no converted module has a plain projection to change")
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
         inject_adapter_in_model(config, self.student)
 
@@ -237,10 +248,15 @@ class Distillation:
                 setattr(self.student.get_submodule(owner), last, module.get_base_layer())
 
 
-def _teacher_of(
+def softmax_inside(
     student: PreTrainedModel, folded: folding.Folded | None, trains: set[str]
 ) -> PreTrainedModel:
-    """The softmax model inside a converted one; what never trains is shared, not copied."""
+    """The softmax model inside a converted one; what never trains is shared, not copied.
+
+    Args:
+        folded: what was folded into the student earlier, which its teacher is without.
+        trains: "numbers", "projections", "lora" or "all": what any stage will train.
+    """
     if trains <= {"numbers", "lora"}:
         own: set[str] = set()
     elif "all" in trains:

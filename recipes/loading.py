@@ -11,6 +11,8 @@ from errors import BadInput
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_sigmoid.conversions.models import saved_dtype
+
 
 def load(kind: Any, source: str, **options: Any) -> Any:
     """`kind.from_pretrained`, with its complaints as bad input."""
@@ -20,13 +22,18 @@ def load(kind: Any, source: str, **options: Any) -> Any:
         raise BadInput(f"model {source}: {kind.__name__} cannot load it: {error}") from error
 
 
-def load_model(source: str, *, dtype: torch.dtype, attn: str | None = None) -> Any:
-    """A causal language model with the attention function `attn`, or its own.
+def load_model(source: str, *, dtype: torch.dtype | None = None, attn: str | None = None) -> Any:
+    """A causal language model with the attention function `attn`, or its own; None: as saved.
 
     From safetensors only: reading a pickle runs whatever code is in it.
     """
     check_weights(source)
     options = {"attn_implementation": attn} if attn else {}
+    if dtype is None:
+        try:
+            dtype = saved_dtype(source) or "auto"
+        except OSError as error:
+            raise BadInput(f"model {source}: {error}") from error
     return load(AutoModelForCausalLM, source, dtype=dtype, use_safetensors=True, **options)
 
 

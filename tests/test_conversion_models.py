@@ -294,7 +294,7 @@ def test_calibration_sees_packed_documents_as_attention_does(sources):
         "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 14, "max_length_k": 14,
     }  # fmt: skip
     together, apart = (
-        calibrate(model, batches, query=True, progress=False)
+        calibrate(model, batches, progress=False)  # not on queries, which RoPE turns on further
         for batches in ([packed], [first, second])
     )
     for name, fit in together.items():

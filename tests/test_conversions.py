@@ -206,7 +206,9 @@ def test_a_plan_is_data_and_changes_nothing(source):
         apply(model, made)
     with pytest.raises(ValueError, match="another model"):
         apply(tiny_models.build("gpt2"), made)
-    apply(model, plan(model, "ssmax", init="identity"))
+    report = apply(model, plan(model, "ssmax", init="identity", layers=[1]))
+    numbers = {"offset": [1.0, 1.0], "slope": [0.0, 0.0]}
+    assert report == {"model.layers.1.self_attn": numbers}
     with pytest.raises(ValueError, match="already converted to ssmax"):
         plan(model, "sigmoid")
 

@@ -1,7 +1,9 @@
 """Converting in the middle of training: the optimiser's state stays with its parameters."""
 
 import json
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -88,11 +90,14 @@ def test_row_numbers_start_fresh_and_train_in_a_converted_run(run, tmp_path):
         run / "checkpoints" / "step_00000004", target, "sigmoid", init="calibrated-query", **SMALL
     )
     assert report["plan"]["function"] == "sigmoid"
-    config = (
-        (target / "config.yaml").read_text().replace("log_length_lr: 0.0", "log_length_lr: 0.01")
-    )
+    config = (target / "config.yaml").read_text()
+    assert "log_length_lr: 0.0" in config
+    config = config.replace("log_length_lr: 0.0", "log_length_lr: 0.01")
     (target / "config.yaml").write_text(config)
+    start = load_file(target / "checkpoints" / "step_00000004" / "model" / "model.safetensors")
     continue_pretrain.main(["--config", str(target / "config.yaml"), f"output_dir={target}"])
+    end = load_file(target / "final" / "model.safetensors")
+    assert not any(torch.equal(start[name], end[name]) for name in end if "log_length" in name)
     last = load_file(target / "checkpoints" / "step_00000008" / "optimizer.safetensors")
     steps = {name: t.item() for name, t in last.items() if name.endswith("/step")}
     assert {v for name, v in steps.items() if "log_length" in name} == {4}
@@ -155,6 +160,9 @@ def test_an_accelerate_state_goes_on_with_its_moments(state, source, tmp_path):
     folder, expected = state
     target = tmp_path / "ssmax"
     convert_training(folder, target, "ssmax", base=source, **SMALL)
+    for name in ("report.json", "report.md", "README.md"):
+        told = (target / "model" / name).read_text().replace(str(folder), "")
+        assert tempfile.gettempdir() not in told
     accelerator, model, optimizer, scheduler = training(target / "model", row_numbers=True)
     accelerator.load_state(str(target))
     optimizer.param_groups[-1]["lr"] = 0.0
@@ -171,6 +179,42 @@ def test_an_accelerate_state_goes_on_with_its_moments(state, source, tmp_path):
     assert found == pytest.approx(expected, rel=2e-3)
 
 
+def test_a_schedule_of_schedules_goes_on_and_weights_keep_their_dtype(source, tmp_path):
+    """A base in bfloat16, trained in float32: not a bit of the training is rounded away."""
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(half)
+    tiny_models.byte_tokenizer().save_pretrained(half)
+    model = AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    accelerator = Accelerator(cpu=True)
+    parts = accelerator.prepare(model, optimizer, _schedule(optimizer))
+    steps(accelerator, *parts, count=2)
+    accelerator.save_state(str(tmp_path / "state"))
+    convert_training(tmp_path / "state", tmp_path / "out", "ssmax", base=half, **SMALL)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "state"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    named = dict(model.named_parameters())
+    numbers = [p for name, p in named.items() if "log_length" in name]
+    optimizer = torch.optim.AdamW([p for n, p in named.items() if "log_length" not in n], lr=1e-2)
+    optimizer.add_param_group({"params": numbers})
+    accelerator = Accelerator(cpu=True)
+    parts = accelerator.prepare(model, optimizer, _schedule(optimizer))
+    accelerator.load_state(str(tmp_path / "out"))
+    assert len(steps(accelerator, *parts, count=3, first=2)) == 3
+
+
+def _schedule(optimizer):
+    from torch.optim import lr_scheduler
+
+    parts = [
+        lr_scheduler.ConstantLR(optimizer, 0.5, 1),
+        lr_scheduler.CosineAnnealingLR(optimizer, 9),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+
 @pytest.mark.parametrize(
     "case, words",
     [
@@ -178,6 +222,11 @@ def test_an_accelerate_state_goes_on_with_its_moments(state, source, tmp_path):
         ("a model", "expected a checkpoint of continue_pretrain.py"),
         ("pickled weights", "pickles are not read"),
         ("alone", "must be in its run's folder"),
+        ("truncated", "is damaged: optimizer.safetensors has 100 bytes"),
+        ("a base too many", "--base is of an accelerate state folder"),
+        ("several models", "must hold one model, optimiser and schedule"),
+        ("a damaged optimiser", "optimizer.bin cannot be read"),
+        ("another optimiser", "is of another model"),
         ("a full target", "is not empty"),
     ],
 )
@@ -191,9 +240,25 @@ def test_bad_input_is_named_and_writes_nothing(state, run, source, tmp_path, cas
     elif case == "pickled weights":
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     elif case == "alone":
+        base = None
         folder = tmp_path / "x" / "y" / "step_00000004"
         folder.parent.mkdir(parents=True)
         (run / "checkpoints" / "step_00000004").rename(folder)
+    elif case in ("truncated", "a base too many"):
+        shutil.copytree(run, tmp_path / "copy")
+        folder = tmp_path / "copy" / "checkpoints" / "step_00000004"
+        if case == "truncated":
+            base = None
+            data = (folder / "optimizer.safetensors").read_bytes()
+            (folder / "optimizer.safetensors").write_bytes(data[:100])
+    elif case == "several models":
+        shutil.copy(folder / "optimizer.bin", folder / "optimizer_1.bin")
+    elif case == "a damaged optimiser":
+        (folder / "optimizer.bin").write_bytes(b"nothing")
+    elif case == "another optimiser":
+        optimizer = torch.load(folder / "optimizer.bin", weights_only=True)
+        optimizer["state"][0]["exp_avg"] = torch.zeros(7, 7)
+        torch.save(optimizer, folder / "optimizer.bin")
     elif case == "a full target":
         target.mkdir()
         (target / "file").touch()

@@ -1,0 +1,58 @@
+"""`make heal`: its texts, its stages, and that the committed table is what its figures say."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import heal_report  # noqa: E402
+import heal_smollm2  # noqa: E402
+
+from hf_sigmoid import text  # noqa: E402
+
+RESULTS = ROOT / "conversions" / "results"
+
+
+def test_nothing_that_is_held_out_is_trained_or_calibrated_on(tmp_path, monkeypatch):
+    leads = [f"Article {number}\n\nIts lead.\n\n" for number in range(90)]
+    monkeypatch.setattr(heal_smollm2, "_leads", lambda: leads)
+    names = heal_smollm2.make_texts(tmp_path / "a")
+    held_out = (tmp_path / "a" / "wikipedia.txt").read_text()
+    documents = [json.loads(x)["text"] for x in Path(names["wikipedia"]).read_text().splitlines()]
+    for number, lead in enumerate(leads):
+        assert (lead in held_out) == (number % 20 == 0)
+        assert sum(lead in document for document in documents) == (number % 20 != 0)
+    chapters = [json.loads(x)["text"] for x in Path(names["austen"]).read_text().splitlines()]
+    assert "".join(chapters) == text.train()
+    assert (tmp_path / "a" / "austen.txt").read_text() == text.held_out()
+    calibration = Path(names["calibration"]).read_text()
+    assert text.train() in calibration and not any(lead in calibration for lead in leads[::20])
+    again = heal_smollm2.make_texts(tmp_path / "b")
+    for one, two in zip(names.values(), again.values(), strict=True):
+        assert Path(one).read_text() == Path(two).read_text()
+
+
+def test_a_stage_that_is_there_is_kept_and_an_interrupted_one_adds_its_time(tmp_path):
+    write = "import pathlib, sys; p = pathlib.Path('OUT'); p.mkdir(); (p / 'config.json').touch()"
+    stages = heal_smollm2.Stages(tmp_path)
+    stages.seconds["one"] = 100.0  # of an earlier attempt
+    stages.run("one", "python", "-c", write)
+    assert (tmp_path / "one" / "config.json").exists() and 100 < stages.seconds["one"] < 160
+    again = heal_smollm2.Stages(tmp_path)
+    again.run("one", "python", "-c", "raise SystemExit(1)")  # not run
+    assert again.seconds == stages.seconds
+    with pytest.raises(Exception, match="non-zero exit status"):
+        again.run("two", "python", "-c", "raise SystemExit(1)")
+
+
+def test_the_committed_table_is_what_the_figures_say(tmp_path):
+    results = json.loads((RESULTS / "smollm2.json").read_text())
+    table = heal_report.markdown(results)
+    assert (RESULTS / "smollm2.md").read_text() == table
+    assert table.strip() in (ROOT / "conversions" / "README.md").read_text()
+    heal_report.picture(results, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
