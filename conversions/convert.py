@@ -6,34 +6,38 @@ log-sum-exp (`calibrate.py`): near, not equal; it needs healing by further train
 """
 
 import json
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer
 
-from hf_sigmoid import configuration, parameters, support, text
+from hf_sigmoid import configuration, text
 from hf_sigmoid.conversions import card as cards
 from hf_sigmoid.conversions import folding, hub, pictures, texts
 from hf_sigmoid.conversions import report as reports
+from hf_sigmoid.conversions.checks import (
+    check_arguments,
+    check_disk,
+    check_questions,
+    check_source,
+    check_target,
+    existing_parent,
+    written,
+)
 from hf_sigmoid.conversions.compare import Measure, token_windows
 from hf_sigmoid.conversions.embedded import checkpoint
 from hf_sigmoid.conversions.evaluation import Evaluation, Questions
 from hf_sigmoid.conversions.models import (
-    find_part,
     load,
     loading_class,
-    model_class,
     positions,
     save,
     skeleton,
 )
-from hf_sigmoid.conversions.plan import Plan, check_config, check_init, parse_layers, plan
-from hf_sigmoid.conversions.reading import check_mask_token, check_reads_text, check_runs_on_text
+from hf_sigmoid.conversions.plan import Plan, plan
+from hf_sigmoid.conversions.reading import check_mask_token, check_runs_on_text
 from hf_sigmoid.conversions.revert import REPORT, fingerprint, restore_weights, revert
 from hf_sigmoid.conversions.rope import RECORD as ROPE
 from hf_sigmoid.conversions.rope import change_rope, check_rope
@@ -292,85 +296,3 @@ def merge_adapter(adapter: str | Path, base: str | Path, target: str | Path) -> 
         for name in (REPORT, folding.FILE):  # what `revert` needs of a converted base
             if (Path(base) / name).is_file():
                 shutil.copy2(Path(base) / name, folder / name)
-
-
-def check_arguments(
-    function: str, init: str | None, keep_softmax: int, window: int, windows: int
-) -> None:
-    """What can be said against arguments alone."""
-    if function not in parameters.FUNCTIONS:
-        raise ValueError(f"--to must be one of {', '.join(parameters.FUNCTIONS)}, got {function!r}")
-    if init is not None:
-        check_init(function, init)
-    if keep_softmax and (function != "sigmoid" or keep_softmax < 0):
-        raise ValueError(
-            f"--keep-softmax ranks layers for sigmoid, auto:1 or more, got {keep_softmax} for "
-            f"{function!r}"
-        )
-    if window < 4 or windows < 1:
-        raise ValueError(
-            f"expected a window of at least 4 tokens and 1 window, got {window} and {windows}"
-        )
-
-
-def check_questions(lengths: Sequence[int] | None, needle: int, longest: int | None) -> None:
-    """Lengths that a model can read, and a number of needles."""
-    if needle < 0:
-        raise ValueError(f"--needle must be a number of needles, got {needle}")
-    for length in lengths or ():
-        if length < 4 or (longest is not None and length > longest):
-            most = "" if longest is None else f" and at most the model's {longest} positions"
-            raise ValueError(f"--lengths must be at least 4 tokens{most}, got {length}")
-
-
-def check_source(
-    config, function: str, layers: Sequence[int] | str | None, part: str | None
-) -> tuple[str | None, Sequence[int] | None]:
-    """Everything that can be said against a model from its config; the part, layers as numbers."""
-    cls = model_class(config)
-    check_reads_text(cls)
-    if isinstance(layers, str):
-        layers = parse_layers(layers, configuration.layer_count(find_part(config, part)[1]))
-    part, layers = check_config(config, layers, part)
-    if part is None:
-        support.check_class(cls, config, function)
-    return part, layers
-
-
-def check_target(target: Path) -> None:
-    """A new or empty folder, in one that can be written."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(
-            f"the output must be a new or empty folder, got {target}, which exists and is not empty"
-        )
-    parent = existing_parent(target)
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"the output must be in a folder that can be written, got {target}")
-
-
-def existing_parent(target: Path) -> Path:
-    return next(folder for folder in target.parents if folder.exists())
-
-
-def check_disk(target: Path, model: PreTrainedModel) -> None:
-    """Room for a copy of the model, before the work and not after it."""
-    parent = existing_parent(target)
-    needed = sum(tensor.nbytes for tensor in model.state_dict().values())
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise ValueError(
-            f"the output needs {needed / 1e9:.2f} GB, {parent} has {free / 1e9:.2f} GB"
-        )
-
-
-@contextmanager
-def written(target: Path):
-    """A temporary folder that gets the target's name at the end: complete or not there."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        temporary.replace(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

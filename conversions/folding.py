@@ -14,6 +14,8 @@ back bit for bit.
 """
 
 import copy
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,12 +56,23 @@ class Folded:
 
     factors: dict[str, Tensor] = field(default_factory=dict)  # "gain/MODULE" -> [H]
     originals: dict[str, Tensor] = field(default_factory=dict)  # parameter's name -> tensor
+    written: dict[str, str] = field(default_factory=dict)  # its name -> SHA-256 as folded
 
-    def save(self, folder: Path) -> None:
-        """Write `folded.safetensors` into a checkpoint's folder."""
+    def save(self, folder: Path, model: PreTrainedModel) -> None:
+        """Write `folded.safetensors` into the folder that a model is saved in."""
+        written = {name: _sha256(model.get_parameter(name)) for name in self.originals}
         tensors = {f"factor/{name}": t for name, t in self.factors.items()}
         tensors |= {f"original/{name}": t for name, t in self.originals.items()}
-        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, folder / FILE)
+        tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        save_file(tensors, folder / FILE, {"format": "pt", "written": json.dumps(written)})
+
+    def untouched(self, model: PreTrainedModel) -> bool:
+        """Are the tensors that something was folded into as they were saved then?"""
+        current = dict(model.named_parameters())
+        return all(
+            name in current and _sha256(current[name]) == self.written.get(name)
+            for name in self.originals
+        )
 
     def and_then(self, later: "Folded", *, keep_originals: bool) -> "Folded":
         """Both as one: the factors of both, and the tensors as they were before the first."""
@@ -82,6 +95,7 @@ class Folded:
         folded = cls()
         try:
             with safe_open(path, "pt") as file:
+                folded.written = json.loads((file.metadata() or {}).get("written", "{}"))
                 for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
                     kind, _, name = key.partition("/")
                     into = folded.factors if kind == "factor" else folded.originals
@@ -362,6 +376,12 @@ def _averages(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def _near(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= 1e-4 * b.abs().max())
+
+
+def _sha256(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().flatten()
+    kind = f"{tensor.dtype} {list(tensor.shape)}\n".encode()
+    return hashlib.sha256(kind + flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def is_projection(module: nn.Module) -> bool:

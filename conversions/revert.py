@@ -55,8 +55,8 @@ def restore_weights(
         approximate: also of a folder that does not say what it was converted from.
 
     Returns:
-        Are the weights those of the softmax model that `folder` was converted from? If not, gains
-        and temperatures are divided out of whatever the weights are now.
+        Are the weights those of the softmax model that `folder` was converted from? If projections
+        were trained, gains and temperatures are divided out of whatever they are now.
 
     Raises:
         ValueError: the folder does not say what it was converted from, or what was folded into its
@@ -75,14 +75,9 @@ def restore_weights(
         return not unknown and check_untrained(model, folder)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{folder} has {folding.FILE}: revert it without --device-map")
-    if folded.originals and not unknown:
-        now = folding.Folded(
-            originals={name: model.get_parameter(name).data for name in folded.originals}
-        )
+    if folded.originals and folded.untouched(model):
         folding.restore(model, folded)
-        if check_untrained(model, folder):
-            return True
-        folding.restore(model, now)
+        return not unknown and check_untrained(model, folder)
     places = folding.find_places(model, torch.arange(4)[None])
     folding.unfold(model, places, folded)
     return False

@@ -22,7 +22,8 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_sigmoid import parameters
-from hf_sigmoid.conversions.convert import check_target, convert, written
+from hf_sigmoid.conversions.checks import check_target, written
+from hf_sigmoid.conversions.convert import convert
 from hf_sigmoid.conversions.embedded import checkpoint
 from hf_sigmoid.conversions.revert import REPORT
 

@@ -163,6 +163,13 @@ class Run:
             self.folded = folding.Folded.load(run.model)
         except ValueError as error:
             raise BadInput(str(error)) from None
+        if self.folded is not None and not self.folded.untouched(student):
+            if run.teacher is None:
+                raise BadInput(
+                    f"model {run.model}: its projections were trained since it was distilled: give "
+                    "teacher=SOFTMAX_CHECKPOINT"
+                )
+            self.folded.originals.clear()  # they are not those of these weights
         stages = [s.train for s in (run.layerwise, run.end_to_end) if s.steps]
         if run.teacher is None:
             teacher = softmax_inside(student, self.folded, set(stages))
@@ -272,7 +279,8 @@ class Run:
         } == {"numbers"}
         folded = self.distillation.finish(self.probe, keep_originals=numbers_only)
         if self.folded is not None:
-            folded = self.folded.and_then(folded, keep_originals=numbers_only)
+            kept = numbers_only and bool(self.folded.originals)
+            folded = self.folded.and_then(folded, keep_originals=kept)
         if self.accelerator.is_main_process:
             checkpointing.publish(self.final, lambda to: self._write_final(to, folded))
         self.accelerator.wait_for_everyone()
@@ -283,7 +291,7 @@ class Run:
         run = self.run
         checkpointing.save_model(folder, self.distillation.student, self.tokenizer)
         if folded.factors:
-            folded.save(folder)
+            folded.save(folder, self.distillation.student)
         record = {"step": run.steps, "seconds": round(self.seconds, 1), **run_config.flat(run)}
         (folder / resuming.RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         source = Path(run.model) / REPORT

@@ -231,6 +231,23 @@ def test_layers_that_sigmoid_changes_most_stay_softmax(source, tmp_path):
     assert not any(worst in name and "log_length" in name for name in tensors)
 
 
+def test_layers_to_keep_are_asked_for_by_number(source, tmp_path, capsys):
+    options = ["--to", "sigmoid", "--init", "calibrated", "--window", "32", "--windows", "6"]
+    keep = [*options, "--keep-softmax", "auto:1"]
+    assert main(["convert", source, *keep, "--dry-run"]) == 0
+    assert "but for the 1 layers that it would change most" in capsys.readouterr().out
+    assert main(["convert", source, str(tmp_path / "out"), *keep]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert len(report["plan"]["kept"]) == len(report["plan"]["converted"]) == 1
+    assert report["options"]["keep_softmax"] == 1
+    wrong = ["convert", source, "--to", "ssmax", "--keep-softmax", "auto:1", "--dry-run"]
+    assert main(wrong) == 2 and "ranks layers for sigmoid" in capsys.readouterr().err
+    for given in ("1", "auto:0", "auto:x"):
+        with pytest.raises(SystemExit):
+            main(["convert", source, str(tmp_path / "no"), *options, "--keep-softmax", given])
+        assert "expected auto:K" in capsys.readouterr().err
+
+
 def test_layer_errors_are_those_of_the_modules_outputs(source):
     """By hand: the exact bias −L gives weights that sum to 1, a hopeless one gives nothing."""
     model = AutoModelForCausalLM.from_pretrained(source)

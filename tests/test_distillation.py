@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -25,7 +26,7 @@ from transformers import (
 import hf_sigmoid
 from hf_sigmoid import parameters, text
 from hf_sigmoid.conversions import convert, folding, perplexity, token_windows
-from hf_sigmoid.conversions.convert import revert_checkpoint
+from hf_sigmoid.conversions.convert import merge_adapter, revert_checkpoint
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -83,7 +84,7 @@ def arguments(converted, corpus_file, out, **keys) -> list[str]:
     values = {
         "model": converted, "output_dir": out, "data.path": corpus_file, "train.block_size": BLOCK,
         "train.batch_size": 2, "train.grad_accumulation": 2, "layerwise.steps": 8,
-        "layerwise.numbers_lr": 2e-2, "end_to_end.numbers_lr": 1e-2, "checkpoint.every": 3, **keys,
+        "layerwise.numbers_lr": 2e-2, "end_to_end.numbers_lr": 2e-2, "checkpoint.every": 3, **keys,
     }  # fmt: skip
     return [f"{key}={value}" for key, value in values.items()]
 
@@ -136,7 +137,7 @@ def test_the_result_is_a_plain_checkpoint_that_reverts_bit_for_bit(
         == load_file(Path(converted) / "model.safetensors").keys()
     )
     configs = [json.loads((Path(f) / "config.json").read_text()) for f in (converted, final)]
-    assert configs[0] == configs[1]
+    assert configs[0] | {folding.RECORD: True} == configs[1]
     folded = folding.Folded.load(final)
     assert len(folded.factors) == 4
     report = json.loads((final / "report.json").read_text())
@@ -188,7 +189,6 @@ def test_a_distilled_model_can_be_distilled_again_and_still_reverts(
 def test_projections_train_too_and_then_softmax_comes_back_only_when_asked_for(
     softmax, converted, corpus_file, uninterrupted, tmp_path, trains
 ):
-    pytest.importorskip("peft")
     keys = {"layerwise.train": trains, "layerwise.lr": 3e-3, "layerwise.steps": 12}
     out = tmp_path / "out"
     distil_attention.main(arguments(converted, corpus_file, out, **keys))
@@ -359,6 +359,32 @@ distil_attention.main(argv)
 """
 
 
+def test_low_rank_changes_resume_and_go_on_end_to_end(
+    converted, corpus_file, tmp_path, monkeypatch
+):
+    keys = {"layerwise.train": "lora", "layerwise.steps": 4, "end_to_end.train": "lora",
+            "end_to_end.steps": 4, "checkpoint.every": 0}  # fmt: skip
+    argv = arguments(converted, corpus_file, tmp_path / "whole", **keys)
+    distil_attention.main(argv)
+    write = distil_attention.RunLog.write
+
+    def write_and_ask(self, **values):
+        write(self, **values)
+        if values["step"] == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(distil_attention.RunLog, "write", write_and_ask)
+    argv = arguments(converted, corpus_file, tmp_path / "parts", **keys)
+    assert distil_attention.main(argv) is None
+    monkeypatch.undo()
+    distil_attention.main(argv)
+    ours, theirs = (
+        load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "parts")
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+    assert not any("lora" in name for name in ours)
+
+
 @pytest.mark.parametrize("step", [5, 8, 11])  # in a stage, at its end, in the next
 def test_a_killed_run_resumes_to_the_last_bit(
     converted, corpus_file, uninterrupted, tmp_path, step
@@ -429,7 +455,10 @@ distil_attention.main(argv)
 
 
 def test_two_processes_take_the_steps_of_one(converted, corpus_file, tmp_path):
-    keys = {"train.grad_accumulation": 1, "end_to_end.steps": 3, "layerwise.steps": 3}
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text(text.held_out())
+    keys = {"train.grad_accumulation": 1, "end_to_end.steps": 3, "layerwise.steps": 3,
+            "evaluate.path": held_out, "evaluate.windows": 2}  # fmt: skip
     alone = {**keys, "train.batch_size": 4}
     distil_attention.main(arguments(converted, corpus_file, tmp_path / "one", **alone))
     argv = arguments(converted, corpus_file, tmp_path / "two", **keys)
@@ -442,6 +471,13 @@ def test_two_processes_take_the_steps_of_one(converted, corpus_file, tmp_path):
     done = subprocess.run(job, capture_output=True, env=environment)
     assert done.returncode == 0, done.stderr.decode()
     assert _figures(tmp_path / "one") == pytest.approx(_figures(tmp_path / "two"), rel=1e-3)
+    reports = [
+        json.loads((tmp_path / each / "final" / "report.json").read_text())["distillations"][0]
+        for each in ("one", "two")
+    ]
+    assert reports[0]["tokens"] == reports[1]["tokens"] == 6 * 4 * BLOCK
+    one, two = (each["perplexity"]["held_out"] for each in reports)
+    assert one == pytest.approx(two, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -521,6 +557,26 @@ def test_a_folded_model_never_loses_its_gains_in_silence(softmax, converted, cor
     (final / folding.FILE).unlink()
     with pytest.raises(ValueError, match="says which, folded"):
         revert_checkpoint(final, tmp_path / "no", approximate=True)
+
+
+def test_an_adapter_on_a_distilled_base_takes_along_what_was_folded(
+    uninterrupted, corpus_file, tmp_path
+):
+    base = uninterrupted / "final"
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"])
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    model.save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", base, tmp_path / "merged")
+    with pytest.raises(ValueError, match="--approximate"):
+        revert_checkpoint(tmp_path / "merged", tmp_path / "back")
+    assert revert_checkpoint(tmp_path / "merged", tmp_path / "back", approximate=True) is False
+    with pytest.raises(BadInput, match="were trained since it was distilled"):
+        distil_attention.main(arguments(tmp_path / "merged", corpus_file, tmp_path / "out"))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3"])

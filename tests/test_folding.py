@@ -156,9 +156,10 @@ def test_a_file_holds_all_of_it(tmp_path):
     first = folding.fold(model, places, random_factors(model))
     second = folding.fold(model, places, random_factors(model, ("gain",)))
     both = first.and_then(second, keep_originals=True)
-    both.save(tmp_path)
+    both.save(tmp_path, model)
     loaded = folding.Folded.load(tmp_path)
     assert loaded.factors.keys() == both.factors.keys()
+    assert loaded.untouched(model) and not loaded.untouched(build(CONFIGS["llama"]))
     name = "gain/model.layers.0.self_attn"
     torch.testing.assert_close(loaded.factors[name], first.factors[name] * second.factors[name])
     # The tensors before the first, not those between the two.

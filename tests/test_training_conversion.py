@@ -179,6 +179,41 @@ def test_an_accelerate_state_goes_on_with_its_moments(state, source, tmp_path):
     assert found == pytest.approx(expected, rel=2e-3)
 
 
+def test_a_state_of_tied_weights_and_without_a_schedule_goes_on(tmp_path):
+    tokenizer = tiny_models.byte_tokenizer()
+    config = tiny_models.config("llama")
+    config.vocab_size, config.tie_word_embeddings = len(tokenizer), True
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+
+    def begin(folder, row_numbers):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        named = dict(model.named_parameters())
+        old = [p for name, p in named.items() if "log_length" not in name]
+        optimizer = torch.optim.AdamW(old, lr=1e-2)
+        if row_numbers:
+            new = [p for name, p in named.items() if "log_length" in name]
+            optimizer.add_param_group({"params": new, "lr": 0.0})
+        accelerator = Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(model, optimizer)
+
+    class Nothing:
+        def step(self):
+            pass
+
+    accelerator, model, optimizer = begin(tmp_path / "base", False)
+    steps(accelerator, model, optimizer, Nothing(), count=2)
+    accelerator.save_state(str(tmp_path / "state"))
+    expected = steps(accelerator, model, optimizer, Nothing(), count=2, first=2)
+    convert_training(tmp_path / "state", tmp_path / "out", "ssmax", base=tmp_path / "base", **SMALL)
+    accelerator, model, optimizer = begin(tmp_path / "out" / "model", True)
+    accelerator.load_state(str(tmp_path / "out"))
+    optimizer.param_groups[-1]["lr"] = 0.0
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    found = steps(accelerator, model, optimizer, Nothing(), count=2, first=2)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_schedule_of_schedules_goes_on_and_weights_keep_their_dtype(source, tmp_path):
     """A base in bfloat16, trained in float32: not a bit of the training is rounded away."""
     half = tmp_path / "half"

@@ -1,0 +1,97 @@
+"""What can be said against a conversion before its work, and where its result is written."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from hf_sigmoid import configuration, parameters, support
+from hf_sigmoid.conversions.models import find_part, model_class
+from hf_sigmoid.conversions.plan import check_config, check_init, parse_layers
+from hf_sigmoid.conversions.reading import check_reads_text
+
+
+def check_arguments(
+    function: str, init: str | None, keep_softmax: int, window: int, windows: int
+) -> None:
+    """What can be said against arguments alone."""
+    if function not in parameters.FUNCTIONS:
+        raise ValueError(f"--to must be one of {', '.join(parameters.FUNCTIONS)}, got {function!r}")
+    if init is not None:
+        check_init(function, init)
+    if keep_softmax and (function != "sigmoid" or keep_softmax < 0):
+        raise ValueError(
+            f"--keep-softmax ranks layers for sigmoid, auto:1 or more, got {keep_softmax} for "
+            f"{function!r}"
+        )
+    if window < 4 or windows < 1:
+        raise ValueError(
+            f"expected a window of at least 4 tokens and 1 window, got {window} and {windows}"
+        )
+
+
+def check_questions(lengths: Sequence[int] | None, needle: int, longest: int | None) -> None:
+    """Lengths that a model can read, and a number of needles."""
+    if needle < 0:
+        raise ValueError(f"--needle must be a number of needles, got {needle}")
+    for length in lengths or ():
+        if length < 4 or (longest is not None and length > longest):
+            most = "" if longest is None else f" and at most the model's {longest} positions"
+            raise ValueError(f"--lengths must be at least 4 tokens{most}, got {length}")
+
+
+def check_source(
+    config, function: str, layers: Sequence[int] | str | None, part: str | None
+) -> tuple[str | None, Sequence[int] | None]:
+    """Everything that can be said against a model from its config; the part, layers as numbers."""
+    cls = model_class(config)
+    check_reads_text(cls)
+    if isinstance(layers, str):
+        layers = parse_layers(layers, configuration.layer_count(find_part(config, part)[1]))
+    part, layers = check_config(config, layers, part)
+    if part is None:
+        support.check_class(cls, config, function)
+    return part, layers
+
+
+def check_target(target: Path) -> None:
+    """A new or empty folder, in one that can be written."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(
+            f"the output must be a new or empty folder, got {target}, which exists and is not empty"
+        )
+    parent = existing_parent(target)
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"the output must be in a folder that can be written, got {target}")
+
+
+def existing_parent(target: Path) -> Path:
+    return next(folder for folder in target.parents if folder.exists())
+
+
+def check_disk(target: Path, model: PreTrainedModel) -> None:
+    """Room for a copy of the model, before the work and not after it."""
+    parent = existing_parent(target)
+    needed = sum(tensor.nbytes for tensor in model.state_dict().values())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise ValueError(
+            f"the output needs {needed / 1e9:.2f} GB, {parent} has {free / 1e9:.2f} GB"
+        )
+
+
+@contextmanager
+def written(target: Path):
+    """A temporary folder that gets the target's name at the end: complete or not there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        temporary.replace(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
