@@ -66,17 +66,14 @@ def load(
         ValueError: a file that cannot be read, or weights that the checkpoint lacks.
     """
     config = transformers.AutoConfig.from_pretrained(path)
-    options: dict = {
-        "dtype": saved_dtype(path) or "auto",
-        "use_safetensors": True,
-        "output_loading_info": True,
-    }
+    options: dict = {"use_safetensors": True, "output_loading_info": True}
     offloaded = None
     if device_map is not None:
         offloaded = tempfile.TemporaryDirectory(prefix=".offloaded.", dir=offload_near)
         options |= {"device_map": device_map, "max_memory": max_memory}
         options["offload_folder"] = offloaded.name
     try:
+        options["dtype"] = saved_dtype(path) or "auto"
         model, info = model_class(config).from_pretrained(path, **options)
     except SafetensorError as error:
         raise ValueError(f"{path}: a safetensors file cannot be read: {error}") from error
