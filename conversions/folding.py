@@ -13,7 +13,6 @@ returns the tensors that it replaced; `save` keeps them beside the checkpoint, `
 back bit for bit.
 """
 
-import copy
 import hashlib
 import json
 from collections.abc import Iterator
@@ -28,18 +27,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_sigmoid import parameters
+from hf_sigmoid.heads import Call, Place, averages, one_call, written_by
 
 FILE = "folded.safetensors"  # beside a checkpoint
 RECORD = "hf_sigmoid_folded"  # true in the config of a model that has something folded in
 KINDS = ("gain", "temperature")
-
-
-@dataclass
-class Place:
-    """Where one number a head can be multiplied into a projection."""
-
-    module: str  # name of the projection in the model
-    features: list[Tensor]  # for each head the projection's output (query) or input features
 
 
 @dataclass
@@ -182,134 +174,22 @@ def find_places(model: PreTrainedModel, ids: Tensor) -> dict[str, Places]:
         ids: `[B, T]`, a few tokens.
     """
     places = {}
-    for name, module in parameters.attention_modules(model):
+    for name, _ in parameters.attention_modules(model):
         places[name] = Places()
-        if (call := _one_call(model, module, ids)) is None:
-            continue  # text does not reach it
-        projections = {
-            f"{name}.{child}": part
-            for child, part in call.module.named_modules()
-            if is_projection(part)
-        }
-        with torch.enable_grad():
-            places[name].temperature = _query_place(call, projections)
-        places[name].gain = _output_place(call, projections)
+        if (call := one_call(model, name, ids)) is not None:  # else text does not reach it
+            places[name] = Places(_output_place(call), _query_place(call))
     return places
 
 
-class _Call:
-    """One call of an attention module, to be repeated on a float32 copy of it.
-
-    In 16 bits rounding would pass for a norm that undoes a scaling, or hide one.
-    """
-
-    def __init__(self, module: nn.Module, args: tuple, kwargs: dict):
-        self.module, self.heads = (
-            copy.deepcopy(module).float().eval(),
-            parameters.head_count(module),
-        )
-        self.args, self.kwargs = _float((args, kwargs))
-
-    def run(self, function) -> Tensor:
-        """The module's output with `function(query, key, value)` `[B, M, H, V]` as attention."""
-        from transformers.modeling_utils import AttentionInterface
-
-        def attention(module, query, key, value, attention_mask, **kwargs):
-            groups = query.shape[1] // value.shape[1]
-            return function(query, key, value.repeat_interleave(groups, 1)), None
-
-        config, name = self.module.config, "hf_sigmoid_probe"
-        before = config._attn_implementation_internal
-        AttentionInterface.register(name, attention)
-        config._attn_implementation_internal = name
-        try:
-            output = self.module(*self.args, **self.kwargs)
-        finally:
-            config._attn_implementation_internal = before
-            AttentionInterface._global_mapping.pop(name)
-        return output[0] if isinstance(output, tuple) else output
-
-
-def _one_call(model: PreTrainedModel, module: nn.Module, ids: Tensor) -> _Call | None:
-    """The arguments that a model calls one of its attention modules with."""
-    calls = []
-
-    def note(module, args, kwargs):
-        calls.append((args, kwargs))
-        raise _Reached
-
-    hook = module.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            model(ids.to(model.device), use_cache=False)
-    except _Reached:
-        pass
-    finally:
-        hook.remove()
-    return _Call(module, *calls[0]) if calls else None
-
-
-def _float(given):
-    """Tensors in tuples, lists and dicts, those of 16 bits in float32."""
-    if isinstance(given, Tensor):
-        return given.float() if given.is_floating_point() else given
-    if isinstance(given, tuple | list):
-        return type(given)(map(_float, given))
-    return (
-        {key: _float(value) for key, value in given.items()} if isinstance(given, dict) else given
-    )
-
-
-class _Reached(Exception):
-    pass
-
-
-def _query_place(call: _Call, projections: dict[str, nn.Module]) -> Place | None:
+def _query_place(call: Call) -> Place | None:
     """The projection that each head's query has output features of its own in, if scaling works."""
-    seen: dict[str, Tensor] = {}
-    inputs: list[tuple[Tensor, ...]] = []
-
-    def tracked(name):
-        def hook(module, args, output):
-            seen[name] = output.detach().requires_grad_()
-            return seen[name]
-
-        return hook
-
-    def note(query, key, value):
-        inputs.append((query, key, value))
-        return _averages(query, key, value)
-
-    hooks = [part.register_forward_hook(tracked(name)) for name, part in projections.items()]
-    try:
-        call.run(note)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    query = inputs[0][0]
-    for name, output in reversed(seen.items()):
-        direction = torch.randn_like(query)
-        used = []
-        for head in range(call.heads):
-            (gradient,) = torch.autograd.grad(
-                (query[:, head] * direction[:, head]).sum(), output, retain_graph=True,
-                allow_unused=True,
-            )  # fmt: skip
-            if gradient is None:
-                break
-            used.append(gradient.flatten(0, -2).abs().amax(0) > 0)
-        if len(used) != call.heads or not all(each.any() for each in used):
-            continue
-        if torch.stack(used).sum(0).max() > 1:
-            continue  # a feature of several heads: the narrow half of a latent projection
-        place = Place(name, [each.nonzero().flatten() for each in used])
-        return place if _query_scales(call, projections[name], place, inputs[0]) else None
-    return None
+    place, inputs = written_by(call, 0)
+    if place is None or not _query_scales(call, place, inputs):
+        return None
+    return place
 
 
-def _query_scales(
-    call: _Call, projection: nn.Module, place: Place, inputs: tuple[Tensor, ...]
-) -> bool:
+def _query_scales(call: Call, place: Place, inputs: tuple[Tensor, ...]) -> bool:
     """Does scaling these features scale the heads' queries, and neither keys nor values?"""
     query, key, value = inputs
     factors = 1 + torch.rand(call.heads, device=query.device)
@@ -323,9 +203,9 @@ def _query_scales(
 
     def note(*inputs):
         scaled.extend(inputs)
-        return _averages(*inputs)
+        return averages(*inputs)
 
-    hook = projection.register_forward_hook(scale)
+    hook = call.projections[place.module].register_forward_hook(scale)
     try:
         with torch.no_grad():
             call.run(note)
@@ -336,20 +216,20 @@ def _query_scales(
 
 
 @torch.no_grad()
-def _output_place(call: _Call, projections: dict[str, nn.Module]) -> Place | None:
+def _output_place(call: Call) -> Place | None:
     """The projection whose input features are the heads' outputs, one head after another."""
     factors: list[Tensor] = []
     width = 0
 
     def scaled_heads(query, key, value):
         nonlocal width
-        output = _averages(query, key, value)
+        output = averages(query, key, value)
         width = output.shape[-1]
         factors.append(1 + torch.rand(call.heads, device=query.device).to(query.dtype))
         return output * factors[-1].view(1, 1, -1, 1)
 
     expected = call.run(scaled_heads)
-    for name, part in reversed(projections.items()):
+    for name, part in reversed(call.projections.items()):
         if _sizes(part)[0] != call.heads * width:
             continue
 
@@ -358,20 +238,13 @@ def _output_place(call: _Call, projections: dict[str, nn.Module]) -> Place | Non
 
         hook = part.register_forward_pre_hook(scale)
         try:
-            found = call.run(_averages)
+            found = call.run(averages)
         finally:
             hook.remove()
         if _near(found, expected):
             features = torch.arange(call.heads * width).view(call.heads, width)
             return Place(name, list(features))
     return None
-
-
-def _averages(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Something that every head's output could be: `[B, M, H, V]`, each head its own."""
-    B, H, M, _ = query.shape
-    mean = value.mean(2, keepdim=True) + value.std()
-    return mean.expand(B, H, M, value.shape[-1]).transpose(1, 2).contiguous()
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
@@ -382,11 +255,6 @@ def _sha256(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().flatten()
     kind = f"{tensor.dtype} {list(tensor.shape)}\n".encode()
     return hashlib.sha256(kind + flat.view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def is_projection(module: nn.Module) -> bool:
-    """A projection whose weight is a plain matrix: quantised ones cannot be multiplied into."""
-    return type(module) in (nn.Linear, Conv1D) and module.weight.is_floating_point()
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:

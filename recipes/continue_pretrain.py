@@ -32,6 +32,7 @@ from errors import BadInput
 from loading import data_parallel, load, load_model, max_positions
 from packing import IGNORED, Packer, documents_leak, predicted_tokens, step_batches
 from run_log import RunLog
+from safetensors.torch import load_file, save_file
 from stop_signal import StopSignal
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -40,6 +41,9 @@ import hf_sigmoid  # noqa: F401 (registers the attention functions)
 from hf_sigmoid.conversions.embedded import checkpoint as resolve
 from hf_sigmoid.conversions.folding import FILE
 from hf_sigmoid.conversions.revert import REPORT
+from hf_sigmoid.optim import QuacK
+
+CONTROL = "logit_control.safetensors"  # in a checkpoint
 
 
 def main(argv: list[str] | None = None) -> Path | None:
@@ -133,12 +137,15 @@ class Training:
 
     def _train(self) -> Path | None:
         run, done = self.run, 0
+        self.control = self._logit_control()
         if self.resumed:
             done = self.resumed.step
             self.packer.load_state(self.resumed.manifest["packer"])
             checkpointing.load_optimizer(
                 self.resumed.folder / checkpointing.OPTIMIZER, self.optimizer, self._bare_model()
             )
+            if self.control:
+                self.control.load_state_dict(load_file(self.resumed.folder / CONTROL))
             self._say(f"resuming after step {done} of {run.train.steps}")
         self.log = None
         if self.accelerator.is_main_process:
@@ -162,6 +169,18 @@ class Training:
         self.accelerator.wait_for_everyone()
         self._say(f"final model in {self.final}")
         return self.final
+
+    def _logit_control(self) -> QuacK | None:
+        optim = self.run.optim
+        if optim.qk_tau is None:
+            return None
+        probe = torch.arange(8)[None] % self.tokenizer.vocab_size
+        try:
+            return QuacK(
+                self.optimizer, self._bare_model(), probe, tau=optim.qk_tau, rule=optim.qk_rule
+            )
+        except ValueError as error:
+            raise BadInput(f"optim.qk_tau: {error}") from error
 
     def _write_final(self, folder: Path) -> None:
         checkpointing.save_model(folder, self._bare_model(), self.tokenizer)
@@ -243,7 +262,10 @@ class Training:
         optimization.set_lr(self.optimizer, factor)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return {"loss": loss, "lr": run.optim.lr * factor, "grad_norm": grad_norm}, bool(stopping)
+        values = {"loss": loss, "lr": run.optim.lr * factor, "grad_norm": grad_norm}
+        if self.control:
+            values["qk_lr"] = [factor * run.optim.lr * m for m in self.control.range]
+        return values, bool(stopping)
 
     def _check_finite(self, step: int) -> None:
         """Refuse to write what a step has ruined."""
@@ -282,6 +304,8 @@ class Training:
     def _write_checkpoint(self, folder: Path) -> None:
         checkpointing.save_model(folder / "model", self._bare_model(), self.tokenizer)
         checkpointing.save_optimizer(folder, self.optimizer, self._bare_model())
+        if self.control:
+            save_file(self.control.state_dict(), folder / CONTROL)
 
     def _sum(self, *values: float) -> Any:
         """Values summed over the processes, in float64."""

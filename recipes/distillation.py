@@ -24,6 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 from hf_sigmoid import attention as transformers_attention
 from hf_sigmoid import masks, parameters
 from hf_sigmoid.conversions import folding, revert
+from hf_sigmoid.heads import is_projection
 
 FUNCTION = "hf_sigmoid_distillation"  # the attention function of both models meanwhile
 SCALES = "head_scales"
@@ -226,7 +227,7 @@ class Distillation:
     def _projections(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self.modules.items():
             for child, part in module.named_modules():
-                if folding.is_projection(part):
+                if is_projection(part):
                     yield f"{name}.{child}", part
 
     def _add_lora(self, rank: int) -> None:

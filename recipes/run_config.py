@@ -46,6 +46,8 @@ class Optim:
     beta2: float = 0.95
     eps: float = 1e-8
     clip: float = 1.0  # of the global gradient norm; 0 measures it only
+    qk_tau: float | None = None  # logit control (`hf_sigmoid.optim`): τ; null: none
+    qk_rule: str = "quack"  # or "constant": τ times the rate for all of W_Q and W_K
 
 
 @dataclass
@@ -155,6 +157,7 @@ _CHOICES = {
     "resume": ("auto", "none"),
     "train.precision": ("fp32", "bf16"),
     "layerwise.train": TRAINED,
+    "optim.qk_rule": ("quack", "constant"),
     "end_to_end.train": (*TRAINED, "all"),
 }
 _LEAST = {  # inclusive
@@ -319,6 +322,8 @@ def _check(run: Any) -> None:
                 "layerwise.steps and end_to_end.steps: expected at least one step, got 0"
             )
         return
+    if run.optim.qk_tau is not None and not run.optim.qk_tau > 0:
+        raise BadInput(f"optim.qk_tau: expected a positive number or null, got {run.optim.qk_tau}")
     if run.warmup_steps > run.train.steps:
         raise BadInput(
             f"optim.warmup_steps: expected at most train.steps = {run.train.steps}, "

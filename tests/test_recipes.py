@@ -406,6 +406,36 @@ def test_sigterm_saves_and_the_run_goes_on(
     assert losses(tmp_path) == losses(uninterrupted)
 
 
+def test_logit_control_is_resumed_with_the_norms_that_it_began_with(
+    tiny, corpus_file, tmp_path, monkeypatch
+):
+    keys = {"optim.qk_tau": 0.5, "checkpoint.every": 0}
+    whole, parts = (arguments(tiny, corpus_file, tmp_path / n, **keys) for n in ("whole", "parts"))
+    continue_pretrain.main(whole)
+    write = continue_pretrain.RunLog.write
+
+    def write_and_ask(self, **values):
+        write(self, **values)
+        if values["step"] == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(continue_pretrain.RunLog, "write", write_and_ask)
+    assert continue_pretrain.main(parts) is None
+    monkeypatch.undo()
+    continue_pretrain.main(parts)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    logs = [
+        [
+            json.loads(line)["qk_lr"]
+            for line in (tmp_path / n / "log.jsonl").read_text().splitlines()
+        ]
+        for n in ("whole", "parts")
+    ]
+    assert logs[0] == logs[1] and logs[0][-1][0] < logs[0][-1][1]
+    with pytest.raises(BadInput, match="expected a positive number or null, got 0"):
+        continue_pretrain.main([*whole, "optim.qk_tau=0"])
+
+
 def test_only_what_a_run_was_is_resumed(tiny, corpus_file, uninterrupted, capsys):
     log = (uninterrupted / "log.jsonl").read_text()
     for keys, words in [
