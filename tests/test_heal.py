@@ -1,6 +1,7 @@
 """`make heal`: its texts, its stages, and that the committed table is what its figures say."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,16 +38,23 @@ def test_nothing_that_is_held_out_is_trained_or_calibrated_on(tmp_path, monkeypa
 
 
 def test_a_stage_that_is_there_is_kept_and_an_interrupted_one_adds_its_time(tmp_path):
-    write = "import pathlib, sys; p = pathlib.Path('OUT'); p.mkdir(); (p / 'config.json').touch()"
+    write = (
+        "import pathlib, time; p = pathlib.Path('OUT'); p.mkdir(); time.sleep(0.3); "
+        "(p / 'config.json').touch()"
+    )
+    (tmp_path / "perplexities.json").write_text("{}")  # of what is made anew
     stages = heal_smollm2.Stages(tmp_path)
     stages.seconds["one"] = 100.0  # of an earlier attempt
     stages.run("one", "python", "-c", write)
-    assert (tmp_path / "one" / "config.json").exists() and 100 < stages.seconds["one"] < 160
+    assert (tmp_path / "one" / "config.json").exists() and 100.2 < stages.seconds["one"] < 160
+    assert not (tmp_path / "perplexities.json").exists()
     again = heal_smollm2.Stages(tmp_path)
-    again.run("one", "python", "-c", "raise SystemExit(1)")  # not run
+    again.run("one", "python", "-c", write)  # not run: the folder is there
     assert again.seconds == stages.seconds
-    with pytest.raises(Exception, match="non-zero exit status"):
-        again.run("two", "python", "-c", "raise SystemExit(1)")
+    with pytest.raises(SystemExit, match="was made by"):
+        again.run("one", "python", "-c", "pass")
+    with pytest.raises(subprocess.CalledProcessError):
+        again.run("two", "python", "-c", "raise ValueError")
 
 
 def test_the_committed_table_is_what_the_figures_say(tmp_path):
