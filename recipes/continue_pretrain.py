@@ -14,14 +14,12 @@ import argparse
 import json
 import math
 import shutil
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import checkpointing
-import corpus
 import errors
 import optimization
 import resuming
@@ -29,13 +27,13 @@ import run_config
 import torch
 from accelerate.utils import set_seed
 from errors import BadInput
-from loading import data_parallel, load, load_model, max_positions
-from packing import IGNORED, Packer, documents_leak, predicted_tokens, step_batches
+from loading import load_model
+from loop import Loop, leave_group
+from packing import IGNORED, documents_leak, predicted_tokens, step_batches
 from run_log import RunLog
 from safetensors.torch import load_file, save_file
 from stop_signal import StopSignal
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
 from hf_sigmoid.conversions.embedded import checkpoint as resolve
@@ -58,51 +56,20 @@ def main(argv: list[str] | None = None) -> Path | None:
     try:
         return Training(run).start(dry_run=args.dry_run)
     finally:
-        # A process that ends with the group's threads alive may abort after all its work is done.
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        leave_group()
 
 
-class Training:
+class Training(Loop):
     """One run: what it needs is checked and loaded by `start`, then `_steps` does the work."""
-
-    def __init__(self, run: run_config.Run):
-        self.run = run
-        self.folder = Path(run.output_dir)
-        self.checkpoints = self.folder / resuming.CHECKPOINTS
-        self.final = self.folder / resuming.FINAL
 
     def start(self, *, dry_run: bool) -> Path | None:
         run = self.run
-        self.resumed = None if dry_run else resuming.find(self.folder, run)
-        documents = corpus.documents(run.data.path, run.data.field)
-        self.accelerator = data_parallel(run.train.precision)
-        self.ranks, self.rank = self.accelerator.num_processes, self.accelerator.process_index
-        self.blocks_per_step = self.ranks * run.train.batch_size * run.train.grad_accumulation
-        self.corpus_sha256 = corpus.fingerprint(documents)
-        if self.resumed:
-            resuming.check(
-                self.resumed,
-                run,
-                blocks_per_step=self.blocks_per_step,
-                corpus_sha256=self.corpus_sha256,
-            )
-        if not dry_run and resuming.finished_steps(self.folder) == run.train.steps:
-            self._say(f"{self.final} is already there, after {run.train.steps} steps")
+        self._begin(fresh=dry_run)
+        if not dry_run and self._is_finished():
             return self.final
-
         with self.accelerator.local_main_process_first():
             source = resolve(run.model)
-        positions = max_positions(source)
-        if positions is not None and run.train.block_size > positions:
-            raise BadInput(
-                f"train.block_size: expected at most the model's {positions} positions "
-                f"(max_position_embeddings), got {run.train.block_size}"
-            )
-        self.tokenizer = load(AutoTokenizer, source)
-        encode = corpus.encoder(self.tokenizer, run.data.append_eos)
-        corpus.check_length(documents, encode, run.train.block_size)
-        self.packer = Packer(documents, encode, run.train.block_size, run.seed)
+        self._pack(source)
 
         model = self._load_model(source)
         groups = optimization.parameter_groups(model, run)
@@ -147,7 +114,6 @@ class Training:
             if self.control:
                 self.control.load_state_dict(load_file(self.resumed.folder / CONTROL))
             self._say(f"resuming after step {done} of {run.train.steps}")
-        self.log = None
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             checkpointing.write_text(self.folder / resuming.CONFIG, run_config.dump(run))
@@ -233,7 +199,7 @@ class Training:
             batch_size=run.train.batch_size,
             grad_accumulation=run.train.grad_accumulation,
         )
-        predicted = max(1, int(self._sum(predicted_tokens(batches))))
+        predicted = max(1, int(self._sum(predicted_tokens(batches))[0]))
         total = 0.0
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
@@ -284,44 +250,14 @@ class Training:
         same = ", and holds the very weights that this step began with" if last.step == done else ""
         return f"The last checkpoint is {last.folder}{same}"
 
-    def _save(self, step: int) -> None:
-        self._check_finite(step)
-        if self.accelerator.is_main_process:
-            self.log.sync()
-            checkpointing.save(
-                self.checkpoints,
-                step=step,
-                keep=self.run.checkpoint.keep,
-                fill=self._write_checkpoint,
-                state={
-                    "packer": self.packer.state(),
-                    "blocks_per_step": self.blocks_per_step,
-                    "corpus_sha256": self.corpus_sha256,
-                },
-            )
-        self.accelerator.wait_for_everyone()
-
     def _write_checkpoint(self, folder: Path) -> None:
         checkpointing.save_model(folder / "model", self._bare_model(), self.tokenizer)
         checkpointing.save_optimizer(folder, self.optimizer, self._bare_model())
         if self.control:
             save_file(self.control.state_dict(), folder / CONTROL)
 
-    def _sum(self, *values: float) -> Any:
-        """Values summed over the processes, in float64."""
-        # On CPU first: some accelerators have no float64.
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if self.ranks > 1:
-            tensor = self.accelerator.reduce(tensor.to(self.accelerator.device), "sum")
-        summed = tensor.tolist()
-        return summed if len(summed) > 1 else summed[0]
-
     def _bare_model(self) -> Any:
         return self.accelerator.unwrap_model(self.model)
-
-    def _say(self, message: str) -> None:
-        if self.accelerator.is_main_process:
-            tqdm.write(message, file=sys.stdout)
 
 
 def _summed_cross_entropy(

@@ -14,13 +14,11 @@ import argparse
 import json
 import math
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import checkpointing
-import corpus
 import errors
 import optimization
 import resuming
@@ -29,14 +27,14 @@ import torch
 from accelerate.utils import set_seed
 from distillation import Distillation, load_trained, softmax_inside
 from errors import BadInput
-from loading import data_parallel, load, load_model, max_positions
-from packing import IGNORED, Packer, documents_leak, predicted_tokens, step_batches
+from loading import load_model
+from loop import Loop, leave_group
+from packing import IGNORED, documents_leak, predicted_tokens, step_batches
 from run_config import Distil
 from run_log import RunLog
 from safetensors.torch import save_file
 from stop_signal import StopSignal
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
 from hf_sigmoid.configuration import find_section
@@ -61,51 +59,21 @@ def main(argv: list[str] | None = None) -> Path | None:
     try:
         return Run(run).start()
     finally:
-        # A process that ends with the group's threads alive may abort after all its work is done.
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        leave_group()
 
 
-class Run:
+class Run(Loop):
     """One run: what it needs is checked and loaded by `start`, then `_steps` does the work."""
-
-    def __init__(self, run: Distil):
-        self.run = run
-        self.folder = Path(run.output_dir)
-        self.checkpoints = self.folder / resuming.CHECKPOINTS
-        self.final = self.folder / resuming.FINAL
 
     def start(self) -> Path | None:
         run = self.run
-        resumed = resuming.find(self.folder, run)
-        documents = corpus.documents(run.data.path, run.data.field)
-        self.accelerator = data_parallel(run.train.precision)
-        self.ranks, self.rank = self.accelerator.num_processes, self.accelerator.process_index
-        self.blocks_per_step = self.ranks * run.train.batch_size * run.train.grad_accumulation
-        self.corpus_sha256 = corpus.fingerprint(documents)
-        if resumed:
-            resuming.check(
-                resumed,
-                run,
-                blocks_per_step=self.blocks_per_step,
-                corpus_sha256=self.corpus_sha256,
-            )
-        if resuming.finished_steps(self.folder) == run.steps:
-            self._say(f"{self.final} is already there, after {run.steps} steps")
+        self._begin()
+        if self._is_finished():
             return self.final
-        positions = max_positions(run.model)
-        if positions is not None and run.train.block_size > positions:
-            raise BadInput(
-                f"train.block_size: expected at most the model's {positions} positions "
-                f"(max_position_embeddings), got {run.train.block_size}"
-            )
-        self.tokenizer = load(AutoTokenizer, run.model)
-        encode = corpus.encoder(self.tokenizer, run.data.append_eos)
-        corpus.check_length(documents, encode, run.train.block_size)
-        self.packer = Packer(documents, encode, run.train.block_size, run.seed)
+        self._pack(run.model)
         self.held_out = self._held_out()
-        self._load(resumed)
-        return self._distil(resumed)
+        self._load()
+        return self._distil()
 
     def _held_out(self) -> dict[str, torch.Tensor]:
         """Windows `[windows, block_size]` of each file to evaluate on, by its name."""
@@ -129,8 +97,8 @@ class Run:
                 raise BadInput(f"evaluate.path {path}: {error}") from None
         return found
 
-    def _load(self, resumed: checkpointing.Checkpoint | None) -> None:
-        run = self.run
+    def _load(self) -> None:
+        run, resumed = self.run, self.resumed
         # As it was saved, so that the softmax model inside can be told by its hash.
         student = load_model(run.model)
         if getattr(student, "is_quantized", False):
@@ -250,12 +218,11 @@ class Run:
                 "softmax model to distil: give teacher=SOFTMAX_CHECKPOINT"
             )
 
-    def _distil(self, resumed: checkpointing.Checkpoint | None) -> Path | None:
-        run, done = self.run, resumed.step if resumed else 0
+    def _distil(self) -> Path | None:
+        run, done = self.run, self.resumed.step if self.resumed else 0
         self.errors: list[dict[str, float]] = [{}, {}]  # of the first and last layer-wise step
         self.perplexity: dict[str, float] = {}  # when it was last measured
         self.seconds = 0.0  # of all steps, also of earlier sessions
-        self.log = None
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             checkpointing.write_text(self.folder / resuming.CONFIG, run_config.dump(run))
@@ -265,7 +232,7 @@ class Run:
                 self._note(line)
         stop = StopSignal()
         try:
-            finished = self._steps(done, stop, resumed)
+            finished = self._steps(done, stop)
         finally:
             stop.restore()
             if self.log:
@@ -319,7 +286,7 @@ class Run:
         ):
             (folder / name).write_text(text, encoding="utf-8")
 
-    def _steps(self, done: int, stop: StopSignal, resumed: checkpointing.Checkpoint | None) -> bool:
+    def _steps(self, done: int, stop: StopSignal) -> bool:
         """Train from step `done` on; False if a signal ended it early, after saving."""
         run, distillation = self.run, self.distillation
         bar = tqdm(
@@ -333,9 +300,9 @@ class Run:
                     self.trained = distillation.select(stage.train)
                     self.optimizer = self._optimizer(stage)
                     # A stage begins with an optimiser of its own.
-                    if resumed and step == done + 1 and step != run.layerwise.steps + 1:
+                    if self.resumed and step == done + 1 and step != run.layerwise.steps + 1:
                         checkpointing.load_optimizer(
-                            resumed.folder / checkpointing.OPTIMIZER,
+                            self.resumed.folder / checkpointing.OPTIMIZER,
                             self.optimizer,
                             distillation.student,
                         )
@@ -360,7 +327,7 @@ class Run:
                 bar.set_postfix_str(f"loss {values['loss']:.4f}, {values['tok_s']:,.0f} tok/s")
                 every = run.checkpoint.every
                 if (stopping and not last) or (every and step % every == 0):
-                    self._save(step)
+                    self._save(step, weights=self.weights)
                 if stopping and not last:
                     self._say(f"stopped by a signal; step {step} is saved")
                     return False
@@ -406,7 +373,7 @@ class Run:
         if not layerwise:
             fade = run.end_to_end.blend * stage.steps
             distillation.blend(min(1.0, within / fade) if fade else 1.0)
-        predicted = max(1, int(self._sum([predicted_tokens(batches)])[0]))
+        predicted = max(1, int(self._sum(predicted_tokens(batches))[0]))
         total, errors = 0.0, []
         for batch in batches:
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -422,7 +389,7 @@ class Run:
         if layerwise:
             names = list(distillation.modules)
             values += [sum(e[name] for e in errors) / (len(errors) * self.ranks) for name in names]
-        total, stopping, *rest = self._sum(values)
+        total, stopping, *rest = self._sum(*values)
         if layerwise:
             loss, extra = sum(rest) / len(rest), {"layers": [round(e, 5) for e in rest]}
         else:
@@ -471,39 +438,10 @@ class Run:
                     f"step {step}: {name} is not finite any more, and nothing was written"
                 )
 
-    def _save(self, step: int) -> None:
-        self._check_finite(step)
-        if self.accelerator.is_main_process:
-            self.log.sync()
-            checkpointing.save(
-                self.checkpoints,
-                step=step,
-                keep=self.run.checkpoint.keep,
-                fill=self._write_checkpoint,
-                state={
-                    "packer": self.packer.state(),
-                    "blocks_per_step": self.blocks_per_step,
-                    "corpus_sha256": self.corpus_sha256,
-                    "weights": self.weights,
-                },
-            )
-        self.accelerator.wait_for_everyone()
-
     def _write_checkpoint(self, folder: Path) -> None:
         trained = {name: p.detach().cpu().contiguous() for name, p in self.named.items()}
         save_file(trained, folder / TRAINED)
         checkpointing.save_optimizer(folder, self.optimizer, self.distillation.student)
-
-    def _sum(self, values: list[float]) -> list[float]:
-        """Values summed over the processes, in float64."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if self.ranks > 1:
-            tensor = self.accelerator.reduce(tensor.to(self.accelerator.device), "sum")
-        return tensor.tolist()
-
-    def _say(self, message: str) -> None:
-        if self.accelerator.is_main_process:
-            tqdm.write(message, file=sys.stdout)
 
 
 if __name__ == "__main__":

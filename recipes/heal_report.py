@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from hf_sigmoid.conversions.report import table
+
 ROWS = {
     "softmax": "softmax, as it is",
     "ssmax": "ssmax, identity",
@@ -19,19 +21,20 @@ def markdown(results: dict) -> str:
     tokens = {name: curve[-1]["tokens"] for name, curve in results["curve"].items() if curve}
     trained = {"numbers": tokens["numbers"], "healed": tokens["numbers"] + tokens["healed"]}
     head = ["model", "tokens trained", *(f"{source}, {length}" for source, length in columns)]
-    lines = [_row(head), _row(["---"] * len(head))]
+    rows = []
     for name, label in ROWS.items():
         cells = [label, f"{trained[name]:,}" if name in trained else ""]
         for source, length in columns:
             value, before = results["perplexity"][name][source][length], base[source][length]
             ratio = "" if name == "softmax" else f" ({value / before:.3f} ×)"
             cells.append(f"{value:.2f}{ratio}")
-        lines.append(_row(cells))
-    lines += ["", _row(["needles found", *_lengths(results)])]
-    lines.append(_row(["---"] * (1 + len(_lengths(results)))))
-    for label, model in zip(("softmax", "sigmoid, healed"), results["needles"], strict=True):
-        cells = [f"{cell['correct']} of {cell['n']}" for cell in model["lengths"]]
-        lines.append(_row([label, *cells]))
+        rows.append(cells)
+    lengths = [f"{cell['length']} tokens" for cell in results["needles"][0]["lengths"]]
+    found = [
+        [label, *(f"{cell['correct']} of {cell['n']}" for cell in model["lengths"])]
+        for label, model in zip(("softmax", "sigmoid, healed"), results["needles"], strict=True)
+    ]
+    lines = [*table(head, rows), "", *table(["needles found", *lengths], found)]
     calibration, forward = (results["calibration"][key] for key in ("calibration", "forward"))
     spent = ", ".join(f"{name} {seconds:,.0f}" for name, seconds in results["seconds"].items())
     worst = max(results["ssmax_logit_difference"].values())
@@ -45,10 +48,6 @@ def markdown(results: dict) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def _lengths(results: dict) -> list[str]:
-    return [f"{cell['length']} tokens" for cell in results["needles"][0]["lengths"]]
 
 
 def picture(results: dict, file: Path) -> None:
@@ -84,7 +83,3 @@ def picture(results: dict, file: Path) -> None:
     axes.legend(frameon=False)
     figure.savefig(file, dpi=150)
     plt.close(figure)
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
