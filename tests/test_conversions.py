@@ -15,7 +15,6 @@ from transformers import (
     AutoTokenizer,
     BloomConfig,
     LlamaConfig,
-    LlamaForCausalLM,
 )
 
 import hf_sigmoid
@@ -42,21 +41,8 @@ SMALL = {"window": 32, "windows": 6, "progress": False}
 def source(tmp_path_factory) -> str:
     """A llama that reads bytes, trained for a moment so that its attention looks somewhere."""
     folder = tmp_path_factory.mktemp("source")
-    tokenizer = tiny_models.byte_tokenizer()
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
+    model = tiny_models.byte_llama(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     windows = token_windows(tokenizer, text.train()[:60_000], 32, 400)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for batch in windows.split(8):

@@ -19,7 +19,6 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
-    LlamaConfig,
     LlamaForCausalLM,
 )
 
@@ -43,16 +42,8 @@ BLOCK = 32
 def softmax(tmp_path_factory) -> str:
     """A llama trained for a moment, so that its heads look somewhere."""
     folder = tmp_path_factory.mktemp("softmax")
-    tokenizer = tiny_models.byte_tokenizer()
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )  # fmt: skip
+    model = tiny_models.byte_llama(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor(tokenizer(text.train()[: 300 * BLOCK * 8])["input_ids"])[: 300 * BLOCK * 8]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for batch in ids.view(300, 8, BLOCK):

@@ -11,7 +11,7 @@ import tiny_models
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_sigmoid import text
 from hf_sigmoid.conversions.__main__ import main as command
@@ -28,15 +28,7 @@ SMALL = {"window": 32, "windows": 6, "progress": False}
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("source")
-    tokenizer = tiny_models.byte_tokenizer()
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_models.byte_llama(folder).save_pretrained(folder)
     return str(folder)
 
 

@@ -9,6 +9,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -130,3 +131,16 @@ def output(model: PreTrainedModel, **kwargs) -> torch.Tensor:
     with torch.no_grad():
         result = model(**kwargs)
     return result.logits if hasattr(result, "logits") else result.last_hidden_state
+
+
+def byte_llama(folder) -> LlamaForCausalLM:
+    """A random two-layer llama that reads bytes; its tokenizer is saved in `folder`."""
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
