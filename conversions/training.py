@@ -9,6 +9,7 @@ kinds of checkpoint are known:
   numbers to its optimiser as a last group: `optimizer.add_param_group({"params": …})`.
 """
 
+import hashlib
 import json
 import os
 import pickle
@@ -85,6 +86,14 @@ def convert_training(
     )
 
 
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
 def _convert_run(source: Path, target: Path, function: str, options: dict) -> dict:
     import yaml
 
@@ -105,12 +114,11 @@ def _convert_run(source: Path, target: Path, function: str, options: dict) -> di
         for path in source.iterdir():
             if path.name not in ("model", MANIFEST):
                 shutil.copy2(path, step / path.name)
-        sizes = {
-            str(path.relative_to(step)): path.stat().st_size
-            for path in sorted(step.rglob("*"))
-            if path.is_file()
-        }
-        (step / MANIFEST).write_text(json.dumps({**manifest, "files": sizes}, indent=1))
+        files = {str(p.relative_to(step)): p for p in sorted(step.rglob("*")) if p.is_file()}
+        sizes = {name: path.stat().st_size for name, path in files.items()}
+        hashes = {name: _sha256(path) for name, path in files.items()}
+        sealed = {**manifest, "files": sizes, "sha256": hashes}
+        (step / MANIFEST).write_text(json.dumps(sealed, indent=1))
         config.update(attn=None, output_dir=str(target))  # null: what the checkpoint says
         (folder / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         lines = (run / LOG).read_text(encoding="utf-8").splitlines(keepends=True)

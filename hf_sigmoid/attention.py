@@ -6,9 +6,12 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from hf_sigmoid import functional, masks, reference
+from hf_sigmoid import context_parallel, functional, masks, reference
 from hf_sigmoid.parameters import HOLDER
 from hf_sigmoid.support import Unsupported, refuse_sinks
+
+# What `monitor.record` leaves on an attention module while it is open.
+MAXIMA = "_hf_sigmoid_maxima"
 
 # Arguments that change what a row sees in a way no mask says. They reach us because our names are
 # not "eager" or "sdpa"; ignoring them would turn sparse attention into dense.
@@ -56,11 +59,19 @@ def attention(
         options["multiplier"] = holder(call.log_n, call.query) if owned else 1.0
         options["sinks"] = call.sinks
     name = "sigmoid" if function == "sigmoid" else "ssmax"
+    verb, maxima = getattr(functional, f"{name}_attention"), getattr(module, MAXIMA, None)
+    weights = None
     if output_attentions or _records_attentions():
         output, weights = getattr(reference, f"{name}_attention")(*call[:3], **options)
         weights = weights.to(call.query.dtype)
+        if maxima is not None:
+            undropped = {**options, "dropout": 0.0}
+            maxima.add(verb(*call[:3], **undropped, return_statistics=True)[1].max_logit, options)
+    elif maxima is None:
+        output = verb(*call[:3], **options)
     else:
-        output, weights = getattr(functional, f"{name}_attention")(*call[:3], **options), None
+        output, statistics = verb(*call[:3], **options, return_statistics=True)
+        maxima.add(statistics.max_logit, options)
     return output.transpose(1, 2).contiguous(), weights
 
 
@@ -120,6 +131,15 @@ def read(
         else value.dtype
     )
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    layout = context_parallel.layout_of(module, attention_mask)
+    if layout is not None:
+        given = {
+            "position_bias": position_bias, "cu_seq_lens_q": cu_seq_lens_q,
+            "cu_seq_lens_k": cu_seq_lens_k, "indices": indices,
+        }  # fmt: skip
+        key, value, attention_mask = layout.whole(
+            function, module, query, key, value, attention_mask, given
+        )
     M, N = query.shape[2], key.shape[2]
     # No mask comes where it would hide nothing, and where a model leaves the rule to a flag.
     # Without the flag it hides nothing, as in the eager functions of models that lack it (mllama).

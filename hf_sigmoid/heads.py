@@ -2,20 +2,23 @@
 
 Not read off names: projections are fused, grouped, latent or transposed, and in more than one
 order. A module is called once more as its model calls it, with a function of ours in the place of
-attention, and gradients say which output features a head's query or key is made of.
+attention, and gradients say which output features a head's query or key is made of. Of a module on
+the meta device a copy with random numbers is called: which features reach which head is the same.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
-from hf_sigmoid import parameters
+from hf_sigmoid import parameters, support
 
 PROBE = "hf_sigmoid_probe"  # the attention function's name meanwhile
 
@@ -35,7 +38,7 @@ class Call:
     """
 
     def __init__(self, name: str, module: nn.Module, args: tuple, kwargs: dict):
-        self.module = copy.deepcopy(module).float().eval()
+        self.module = _with_numbers(copy.deepcopy(module).float().eval())
         self.heads = parameters.head_count(module)
         self.args, self.kwargs = _float((args, kwargs))
         self.projections = {
@@ -51,15 +54,8 @@ class Call:
             groups = query.shape[1] // value.shape[1]
             return function(query, key, value.repeat_interleave(groups, 1)), None
 
-        config = self.module.config
-        before = config._attn_implementation_internal
-        AttentionInterface.register(PROBE, attention)
-        config._attn_implementation_internal = PROBE
-        try:
+        with standing_in([self.module.config], attention):
             output = self.module(*self.args, **self.kwargs)
-        finally:
-            config._attn_implementation_internal = before
-            AttentionInterface._global_mapping.pop(PROBE)
         return output[0] if isinstance(output, tuple) else output
 
 
@@ -74,12 +70,51 @@ def one_call(model: PreTrainedModel, name: str, ids: Tensor) -> Call | None:
     hook = module.register_forward_pre_hook(note, with_kwargs=True)
     try:
         with torch.no_grad():
-            model(ids.to(model.device), use_cache=False)
+            if model.device.type == "meta":
+                _run_without_numbers(model, ids)
+            else:
+                model(ids.to(model.device), use_cache=False)
     except _Reached:
         pass
     finally:
         hook.remove()
     return Call(name, module, *calls[0]) if calls else None
+
+
+def _run_without_numbers(model: PreTrainedModel, ids: Tensor) -> None:
+    """Of a model on the meta device all that looks at values, its mask and attention, is ours."""
+
+    def attention(module, query, key, value, attention_mask, **kwargs):
+        B, H, M, _ = query.shape
+        return query.new_empty(B, M, H, value.shape[-1]), None
+
+    mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool, device="meta")
+    with standing_in(support.configs(model), attention):
+        model(ids.to("meta"), attention_mask=mask, use_cache=False)
+
+
+@contextlib.contextmanager
+def standing_in(
+    configs: Iterable[PreTrainedConfig], attention: Callable, mask: Callable | None = None
+) -> Iterator[None]:
+    """While it lasts the models of these configs call `attention`, with masks that `mask` makes.
+
+    One at a time: the name is one for all.
+    """
+    configs = list(configs)
+    before = [config._attn_implementation_internal for config in configs]
+    AttentionInterface.register(PROBE, attention)
+    if mask is not None:
+        AttentionMaskInterface.register(PROBE, mask)
+    try:
+        for config in configs:
+            config._attn_implementation_internal = PROBE
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name
+        AttentionInterface._global_mapping.pop(PROBE)
+        AttentionMaskInterface._global_mapping.pop(PROBE, None)
 
 
 class _Reached(Exception):
@@ -146,9 +181,24 @@ def is_projection(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, Conv1D) and module.weight.is_floating_point()
 
 
+def _with_numbers(module: nn.Module) -> nn.Module:
+    """A module on the meta device with random numbers on the CPU."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        module.to_empty(device="cpu")
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point():
+                torch.nn.init.normal_(tensor)
+            else:
+                tensor.data.zero_()
+    return module
+
+
 def _float(given):
-    """Tensors in tuples, lists and dicts, those of 16 bits in float32."""
+    """Tensors in tuples, lists and dicts: floats as float32, those on the meta device as random."""
     if isinstance(given, Tensor):
+        if given.is_meta:
+            empty = torch.zeros(given.shape, dtype=given.dtype, device="cpu")
+            given = torch.randn_like(empty) if given.is_floating_point() else empty
         return given.float() if given.is_floating_point() else given
     if isinstance(given, tuple | list):
         return type(given)(map(_float, given))

@@ -16,6 +16,8 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from hf_sigmoid import context_parallel
+
 # Booleans of the index mask that are made and reduced together: on a CPU they stay in its cache; a
 # GPU would spend its time launching such small blocks.
 BLOCK_ELEMENTS = {"cpu": 1 << 20, "other": 1 << 28}
@@ -75,6 +77,13 @@ def interval_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             kwargs.get("dtype", torch.float32), use_vmap=use_vmap, device=device,
         )  # fmt: skip
+    if context_parallel.OPEN:
+        mask = context_parallel.mask_of(
+            config, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function,
+            attention_mask,
+        )  # fmt: skip
+        if mask is not None:
+            return mask
     everything = _sees_all(attention_mask, kv_offset + kv_length)
     if (
         everything

@@ -1,77 +1,57 @@
-"""Logit control: a learning rate for every head of W_Q and W_K, so that a step moves logits alike
-whatever the weights' size.
+"""Logit control by the weights of single heads: a rate for each (QuacK), or a bound (QK-clip).
+
+QuacK (Anson & Aitchison 2025, arXiv 2511.21377, algorithm 1): a step moves logits alike whatever
+the weights' size.
 
     lr(W_Q^h) = τ η ‖W_K^g(h)‖₀ / ‖W_K^g(h)‖
     lr(W_K^g) = τ η max_h ‖W_Q^h‖₀ / max_h ‖W_Q^h‖          h of the group that reads key head g
 
-QuacK (Anson & Aitchison 2025, arXiv 2511.21377, algorithm 1): η is the optimiser's rate, ‖·‖ the
-Frobenius norm of a head's block, ‖·‖₀ that norm when `QuacK` was made. The paper has as many key
-heads as query heads; the maximum over a group is ours, after its maximum over heads for latent
-attention (algorithm 2), which is here as well.
+η is the optimiser's rate, ‖·‖ the Frobenius norm of a head's block, ‖·‖₀ that norm when `QuacK` was
+made. The paper has as many key heads as query heads; the maximum over a group is ours, after its
+maximum over heads for latent attention (algorithm 2), which is here as well.
 
-The rows of one projection get different rates, which parameter groups cannot express, and scaling
-gradients does nothing under Adam. So the update is scaled: W ← W_old + lr/η · (W_new − W_old), of
-any optimiser of torch, its decoupled weight decay included.
+QK-clip (Kimi K2, Kimi Team 2025, arXiv 2507.20534, algorithm 1): after a step no logit that it saw
+is above T.
+
+    γ_h = min(1, T / S_h)       W_Q^h ← γ_h / κ_g W_Q^h       W_K^g ← κ_g W_K^g
+    κ_g = max_h γ_h^(1−α)       h of the group; γ_h^α and γ_h^(1−α) where key heads are not shared
 """
 
-import warnings
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
-from hf_sigmoid import parameters
-from hf_sigmoid.heads import one_call, written_by
+from hf_sigmoid.blocks import Heads, find_heads
+from hf_sigmoid.recorder import all_reduce_max
+from hf_sigmoid.shards import Rows
+
+__all__ = ["RULES", "Heads", "QKClip", "QuacK", "find_heads"]
 
 RULES = ("quack", "constant")
-NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm")
-
-
-@dataclass
-class Matrix:
-    """The heads' blocks in one projection."""
-
-    projection: nn.Module
-    head: Tensor  # of each output feature, −1: of none
-    heads: int
-
-    @property
-    def dimension(self) -> int:
-        """Of the output features in the weight."""
-        return int(isinstance(self.projection, Conv1D))
-
-    def norms(self) -> Tensor:
-        """Frobenius norm of each head's block, `[heads]`, float32."""
-        weight = self.projection.weight.detach()
-        squares = weight.float().square().sum(1 - self.dimension)
-        known = self.head.to(squares.device)
-        sums = squares.new_zeros(self.heads + 1).index_add_(0, known + 1, squares)
-        return sums[1:].sqrt()
 
 
 class QuacK:
     """Scale the updates that an optimiser makes to a model's W_Q and W_K.
 
+    The rows of one projection get different rates, which parameter groups cannot express, and
+    scaling gradients does nothing under Adam. So the update is scaled: W ← W_old + lr/η · (W_new −
+    W_old), of any optimiser of torch, its decoupled weight decay included; biases as their rows.
+
     Args:
         optimizer: any optimiser of torch over the model's parameters; it gets two step hooks.
-        model: its attention modules' query and key projections are found by running it.
-        ids: some token ids `[1, T]` to find them with.
+        heads: `find_heads` of the model, before its weights are split. Construct, save and step on
+            every process.
         tau: τ.
         rule: "quack" as above, or "constant": τ η for all of them, the paper's baseline.
 
     Raises:
-        ValueError: a rule that there is not, τ that is not positive, a model in which no query or
-            key projection is found or trains (as with adapters alone), or whose weights are split
-            over processes.
+        ValueError: a rule that there is not, τ that is not positive, query and key projections of
+            which none trains (as with adapters alone), or a head whose weights are all zero.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        model: PreTrainedModel,
-        ids: Tensor,
+        heads: Heads,
         *,
         tau: float = 1.0,
         rule: str = "quack",
@@ -81,41 +61,47 @@ class QuacK:
         if not tau > 0:
             raise ValueError(f"tau must be positive, got {tau}")
         self.tau, self.rule = tau, rule
-        self.blocks = _find(model, ids)
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        matrices = [matrix for block in self.blocks.values() for matrix in block.values()]
-        if not any(id(matrix.projection.weight) in trained for matrix in matrices):
+        self._rows = Rows(heads)
+        self._rows.refresh()
+        # accelerate's wrapper has no hooks of its own.
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        trained = _trained(optimizer)
+        if not any(id(m.projection.weight) in trained for m in self._rows.matrices):
             raise ValueError(
-                f"{type(model).__name__}: expected query and key projections that the optimiser "
-                "trains, got none (adapters beside frozen projections are not covered)"
+                f"{type(heads.model).__name__}: expected query and key projections that the "
+                "optimiser trains, got none (adapters beside frozen projections are not covered)"
             )
-        self._trained = trained
-        self.initial = {name: _factors(_norms(block)) for name, block in self.blocks.items()}
-        self.range = (tau, tau)  # the least and the largest lr/η of the last step
+        self._initial = self._now()  # [places]
+        if not self._initial.isfinite().all():
+            raise ValueError(
+                f"{type(heads.model).__name__}: expected weights other than zero in every head of "
+                "its query and key projections, the rule divides by their norms"
+            )
+        self._last = self._initial.new_full((1,), tau)
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
         self._hooks = [
             optimizer.register_step_pre_hook(self._keep),
             optimizer.register_step_post_hook(self._scale),
         ]
 
+    @property
+    def range(self) -> tuple[float, float]:
+        """The least and the largest lr/η of the last step."""
+        return self._last.min().item(), self._last.max().item()
+
     def multipliers(self) -> dict[str, dict[str, Tensor]]:
         """lr/η of each head, by attention module and matrix, for the weights as they are."""
-        result: dict[str, dict[str, Tensor]] = {}
-        for name, block in self.blocks.items():
-            factors = _factors(_norms(block))
-            result[name] = {
-                key: torch.full_like(factor, self.tau)
-                if self.rule == "constant"
-                else self.tau * factor / self.initial[name][key].to(factor.device)
-                for key, factor in factors.items()
-            }
-        return result
+        self._rows.refresh()
+        return self._rows.per_matrix(self._multipliers())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint must keep: without it the rule would start anew from where it is."""
+        """What a checkpoint must keep: without it the rule would start anew from where it is.
+
+        Whole on every process, however the weights are split.
+        """
         return {
-            f"{name}.{key}": factor.cpu()
-            for name, factors in self.initial.items()
+            f"{name}.{key}": factor.clone()
+            for name, factors in self._rows.per_matrix(self._initial.cpu()).items()
             for key, factor in factors.items()
         }
 
@@ -125,113 +111,48 @@ class QuacK:
         shapes = [{key: t.shape for key, t in each.items()} for each in (expected, state)]
         if shapes[0] != shapes[1]:
             raise ValueError("the state must be of a model with the same attention modules")
-        for name, factors in self.initial.items():
-            for key in factors:
-                factors[key] = state[f"{name}.{key}"].clone()
+        self._initial = torch.cat([state[key] for key in expected]).to(self._initial)
 
     def remove(self) -> None:
         """Leave the optimiser as it was."""
         for hook in self._hooks:
             hook.remove()
 
+    def _now(self) -> Tensor:
+        """What each rate is proportional to, `[places]`, for the weights as they are."""
+        norms = self._rows.per_matrix(self._rows.sums().sqrt()).values()
+        factors = [(_factors(block), list(block)) for block in norms]
+        return torch.cat([found[key] for found, keys in factors for key in keys])
+
+    def _multipliers(self) -> Tensor:
+        if self.rule == "constant":
+            return torch.full_like(self._initial, self.tau)
+        now = self._now()
+        return self.tau * now / self._initial.to(now.device)
+
     @torch.no_grad()
     def _keep(self, optimizer, args, kwargs) -> None:
         """Before a step: rates from the weights as they are, and a copy of these."""
-        vectors: dict[nn.Module, Tensor] = {}
-        found = self.multipliers()
-        each = torch.cat([m.flatten() for block in found.values() for m in block.values()])
-        self.range = (each.min().item(), each.max().item())
-        for name, multipliers in found.items():
-            for key, multiplier in multipliers.items():
-                matrix = self.blocks[name][key]
-                features = matrix.head.to(multiplier.device)
-                vector = vectors.setdefault(matrix.projection, multiplier.new_ones(features.shape))
-                mine = features >= 0
-                vector[mine] = multiplier[features[mine]]
-        self._before = []
-        for projection, vector in vectors.items():
-            dimension = int(isinstance(projection, Conv1D))
-            for parameter, axis in ((projection.weight, dimension), (projection.bias, 0)):
-                if parameter is not None and id(parameter) in self._trained:
-                    shape = [1] * parameter.dim()
-                    shape[axis] = -1
-                    self._before.append((parameter, parameter.clone(), vector.view(shape)))
+        trained = _trained(optimizer)
+        self._rows.refresh()
+        self._last = self._multipliers()
+        self._before = [
+            (here, here.clone(), share)
+            for parameter, here, share in self._rows.spread(self._last)
+            if id(parameter) in trained
+        ]
 
     @torch.no_grad()
     def _scale(self, optimizer, args, kwargs) -> None:
         """After it: as much of the update as the rates say."""
-        for parameter, old, share in self._before:
-            parameter.copy_(torch.lerp(old.float(), parameter.float(), share))
+        for here, old, share in self._before:
+            wide = torch.promote_types(here.dtype, share.dtype)
+            here.copy_(torch.lerp(old.to(wide), here.to(wide), share.to(wide)))
         self._before = []
 
 
-def _find(model: PreTrainedModel, ids: Tensor) -> dict[str, dict[str, Matrix]]:
-    """By attention module: its matrices; those of latent attention by their names."""
-    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
-        raise ValueError(f"{type(model).__name__}: expected whole weights, got sharded ones")
-    blocks: dict[str, dict[str, Matrix]] = {}
-    normed = []
-    for name, module in parameters.attention_modules(model):
-        if hasattr(module, "kv_a_proj_with_mqa"):
-            blocks[name] = _latent(module)
-            continue
-        if (call := one_call(model, name, ids)) is None:
-            continue
-        places = [written_by(call, which)[0] for which in (0, 1)]
-        if None in places:
-            continue
-        if any(hasattr(module, norm) for norm in NORMS):
-            normed.append(name)
-        blocks[name] = {
-            key: _matrix(model.get_submodule(place.module), place.features)
-            for key, place in zip(("query", "key"), places, strict=True)
-        }
-    if not blocks:
-        raise ValueError(f"{type(model).__name__}: no query and key projections were found")
-    if normed:
-        warnings.warn(
-            f"{len(normed)} attention modules norm their queries or keys ({normed[0]}, …): their "
-            "logits are bounded already, and QuacK has no purpose there",
-            stacklevel=3,
-        )
-    return blocks
-
-
-def _matrix(projection: nn.Module, features: list[Tensor]) -> Matrix:
-    size = projection.weight.shape[int(isinstance(projection, Conv1D))]
-    head = torch.full((size,), -1)
-    for number, each in enumerate(features):
-        head[each.cpu()] = number
-    return Matrix(projection, head, len(features))
-
-
-def _latent(module: nn.Module) -> dict[str, Matrix]:
-    """W_dq, W_uq, W_qr, W_dkv, W_kr and W_uk of DeepSeek's attention."""
-    nope, rope, rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
-    heads = parameters.head_count(module)
-    up = getattr(module, "q_b_proj", None) or module.q_proj
-    down, kv = module.kv_a_proj_with_mqa, module.kv_b_proj
-
-    def rows(projection, parts, chosen):
-        """Features of every head whose parts have these sizes, those of the chosen part."""
-        start = sum(parts[:chosen])
-        each = torch.arange(projection.out_features).view(-1, sum(parts))
-        return _matrix(projection, list(each[:, start : start + parts[chosen]]))
-
-    value = kv.out_features // heads - nope
-    matrices = {
-        "uq": rows(up, (nope, rope), 0), "qr": rows(up, (nope, rope), 1),
-        "dkv": rows(down, (rank, rope), 0), "kr": rows(down, (rank, rope), 1),
-        "uk": rows(kv, (nope, value), 0),
-    }  # fmt: skip
-    if up is not getattr(module, "q_proj", None):
-        narrow = module.q_a_proj
-        matrices["dq"] = rows(narrow, (narrow.out_features,), 0)
-    return matrices
-
-
-def _norms(block: dict[str, Matrix]) -> dict[str, Tensor]:
-    return {key: matrix.norms() for key, matrix in block.items()}
+def _trained(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _factors(norms: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -256,3 +177,89 @@ def _factors(norms: dict[str, Tensor]) -> dict[str, Tensor]:
     if "dq" in norms:
         factors["dq"] = torch.minimum(1 / (both * dkv), 1 / (qr.max() * kr))
     return factors
+
+
+class QKClip:
+    """Scale W_Q and W_K down after a step, head by head, where a logit went above a threshold.
+
+    A key head that several query heads read shrinks only as much as all of them need, and each
+    query head by the rest of its γ: every head's logits are multiplied by its own γ exactly, those
+    of a head below the threshold not at all, and no weight grows. (Megatron multiplies a whole
+    group by its least γ.) Of latent attention W_uq^h and W_uk^h get γ^α and γ^(1−α), W_qr^h γ, and
+    W_kr, which all heads share, stays. Biases are scaled with their rows.
+
+    The threshold is of z, the product without sigmoid's bias or SSMax's multiplier
+    (`Recorder.max_logits()`): z is what these weights make, γ z + b would be neither γ (z + b) nor
+    bounded by the same rule, and row numbers have a learning rate of their own. A soft cap's z is
+    below the cap anyway.
+
+    Args:
+        heads: `find_heads` of the model.
+        threshold: T.
+        alpha: the query's share of γ, in [0, 1].
+
+    Raises:
+        ValueError: a threshold that is not positive, α outside of [0, 1], or modules that norm
+            their queries or keys, whose logits do not follow these weights.
+    """
+
+    def __init__(self, heads: Heads, *, threshold: float = 100.0, alpha: float = 0.5):
+        if not threshold > 0:
+            raise ValueError(f"threshold must be positive, got {threshold}")
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"alpha must be in [0, 1], got {alpha}")
+        if heads.normed:
+            raise ValueError(
+                f"{heads.normed[0]} norms its queries or keys: its logits do not follow the "
+                "projections' weights, and clipping these would do nothing"
+            )
+        self.threshold, self.alpha = threshold, alpha
+        self._rows = Rows(heads)
+
+    @torch.no_grad()
+    def clip(self, max_logits: dict[str, Tensor]) -> int:
+        """Apply the rule to the weights as they are; the number of heads above the threshold.
+
+        Collective: the largest logits of all processes decide, so that replicas stay alike.
+
+        Args:
+            max_logits: `[H]` by attention module, of the step's forward passes. A module that is
+                not named is left alone, and a head without a positive number.
+
+        Raises:
+            ValueError: a name that is no attention module of the heads, or another number of heads.
+        """
+        blocks = self._rows.heads.blocks
+        if unknown := sorted(max_logits.keys() - blocks.keys()):
+            raise ValueError(f"{unknown[0]}: expected an attention module of {sorted(blocks)}")
+        for name, logits in max_logits.items():
+            block = blocks[name]
+            heads = (block["query"] if "query" in block else block["uq"]).heads
+            if logits.shape != (heads,):
+                raise ValueError(f"{name}: expected {[heads]} logits, got {list(logits.shape)}")
+        largest = all_reduce_max(max_logits)
+        gammas = {
+            # Comparisons are false of NaN; ∞ would erase the head.
+            name: torch.where((s > self.threshold) & s.isfinite(), self.threshold / s, 1.0)
+            for name, s in largest.items()
+        }
+        clipped = sum((gamma < 1).sum() for gamma in gammas.values())
+        if not (clipped := int(clipped)):
+            return 0
+        self._rows.refresh()
+        factors = []
+        for name, block in blocks.items():
+            known = self._factors(block, gammas[name]) if name in gammas else {}
+            for key, matrix in block.items():
+                default = torch.ones(matrix.heads)
+                factors.append(known.get(key, default).to(next(iter(gammas.values()))))
+        for _, here, factor in self._rows.spread(torch.cat(factors)):
+            here.mul_(factor)
+        return clipped
+
+    def _factors(self, block: dict, gamma: Tensor) -> dict[str, Tensor]:
+        if "query" not in block:
+            return {"uq": gamma**self.alpha, "uk": gamma ** (1 - self.alpha), "qr": gamma}
+        groups = block["key"].heads
+        kappa = gamma.view(groups, -1).amax(1) ** (1 - self.alpha)
+        return {"query": gamma / kappa.repeat_interleave(len(gamma) // groups), "key": kappa}

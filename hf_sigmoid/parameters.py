@@ -43,15 +43,18 @@ class LogLength(nn.Module):
     def reset_parameters(self) -> None:
         """Set every parameter to what the config says."""
         for name, parameter in self.named_parameters(recurse=False):
-            init.copy_(parameter, _value(self.values[name], self.heads, parameter))
+            value = _value(self.values[name], self.heads, parameter)
+            init.copy_(parameter, _laid_out(value, parameter))
 
     def is_initial(self) -> bool:
         """Does every parameter still have the value that the config gives it?"""
-        return all(
-            parameter.is_meta
-            or torch.equal(parameter, _value(self.values[name], self.heads, parameter))
-            for name, parameter in self.named_parameters(recurse=False)
-        )
+        for name, parameter in self.named_parameters(recurse=False):
+            if parameter.is_meta:
+                continue
+            value = _value(self.values[name], self.heads, parameter)
+            if not torch.equal(_local(parameter), _local(_laid_out(value, parameter))):
+                return False
+        return True
 
     def forward(self, log_n: Tensor, query: Tensor) -> Tensor:
         """Row numbers `[B, H, M]`, float32, from log n broadcastable to it and `query` [B, H, M,
@@ -219,3 +222,14 @@ def _value(value: float | list[float], heads: int, parameter: Tensor) -> Tensor:
 def _local(parameter: Tensor) -> Tensor:
     """A fresh local tensor, also where tensor parallelism or FSDP2 made it a DTensor."""
     return (parameter.to_local() if hasattr(parameter, "to_local") else parameter) * 1.0
+
+
+def _laid_out(whole: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor that every process has, divided as the parameter is."""
+    if not hasattr(parameter, "placements"):
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    known = DTensor.from_local(whole.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return known.redistribute(placements=parameter.placements)

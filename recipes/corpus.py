@@ -1,38 +1,149 @@
-"""The documents of a training run: the built-in text by chapter, or files."""
+"""The documents of a training run: the built-in text by chapter, files, data sets, or a mixture."""
 
+import contextlib
+import difflib
 import hashlib
+import itertools
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import data_sets
+import text_files
 from errors import BadInput
 
 from hf_sigmoid import text
 
+BUILTIN = "builtin"
+SAMPLED = 10_000  # documents whose text is in the fingerprint of a larger source
+SAMPLED_STREAM = 100  # and the first ones of a streamed one
 
-def documents(path: str | list[str], field: str) -> list[str]:
-    """The non-empty documents of a corpus.
+
+@dataclass
+class Given:
+    """Where a run or one source of its mixture takes its documents from.
+
+    `path`: "builtin" (the training chapters of the built-in text; the held-out ones are never
+    read), or files and folders: a `.jsonl` holds a document in `field` of each line, a `.parquet`
+    in that column of each row, any other file is one document, and a folder stands for its `.txt`,
+    `.jsonl` and `.parquet` files.
+    `dataset`: a name of the hub or a local folder, with `subset`, `split` and `revision`.
+    """
+
+    path: str | list[str] | None = None
+    dataset: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    field: str = "text"
+    streaming: bool = False
+
+
+@dataclass
+class Source:
+    """One source: `documents` has a length and an index, or it has `shards` and `windows`."""
+
+    documents: Any
+    name: str  # without the folder that it is in: it goes into a model's card
+    key: str  # what an error calls it, "data.path"
+    identity: tuple[str | None, ...]  # of a streamed data set of the hub: what was asked for
+
+    @property
+    def is_streamed(self) -> bool:
+        return isinstance(self.documents, data_sets.Shards)
+
+    def texts(self) -> Iterator[str]:
+        """Every text once, in no random order, blank ones left out."""
+        documents: Iterable[str] = self.documents
+        if self.is_streamed:
+            documents = (
+                document
+                for shard in range(self.documents.shards)
+                for window in self.documents.windows(shard, 0, SAMPLED_STREAM)
+                for document in window
+            )
+        return (document for document in documents if document.strip())
+
+    def fingerprint(self) -> str:
+        if self.is_streamed:
+            first = itertools.islice(self.texts(), SAMPLED_STREAM)
+            return _sha256([*map(str, self.identity), str(self.documents.shards), *first])
+        rows = len(self.documents)
+        if rows <= SAMPLED:
+            return _sha256(self.documents)
+        sample = (self.documents[i * (rows - 1) // (SAMPLED - 1)] for i in range(SAMPLED))
+        return _sha256(itertools.chain([str(rows)], sample))
+
+    def describe(self) -> str:
+        if self.is_streamed:
+            return f"{self.name}: streaming, {self.documents.shards} shards"
+        return f"{self.name}: {len(self.documents)} documents"
+
+
+class Corpus:
+    """Sources and the part of the tokens that each is to have.
+
+    Attributes:
+        sources: what a packer reads, a sequence of texts or a `data_sets.Shards` each.
+        weights: positive; one source has weight 1.
+        fingerprint: of the text, wherever it lies. A source of up to 10,000 documents goes in
+            whole, a larger one with its number of documents and 10,000 of them, a streamed one with
+            what was asked for, its number of shards and its first documents.
+    """
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float] = (1.0,)):
+        assert len(sources) == len(weights)
+        self.parts, self.weights = list(sources), list(weights)
+        self.sources = [source.documents for source in sources]
+        prints = [source.fingerprint() for source in sources]
+        self.fingerprint = prints[0] if len(prints) == 1 else _sha256(
+            each for pair in zip(prints, map(repr, self.weights), strict=True) for each in pair
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        """One line a source: its name, its documents or shards, its part of the tokens."""
+        total = sum(self.weights)
+        return "\n".join(
+            source.describe() + (f", weight {weight / total:.4g}" if len(self.parts) > 1 else "")
+            for source, weight in zip(self.parts, self.weights, strict=True)
+        )
+
+
+def open_corpus(data: Any, *, seed: int = 0, steps_known: bool = True) -> Corpus:
+    """The corpus that `data` of a run's configuration describes.
 
     Args:
-        path: "builtin" (the training chapters of the built-in text; the held-out ones are never
-        read), or
-            files and folders: a `.jsonl` holds a document in `field` of each line, and any other
-            file is one document. A folder stands for its `.txt` and `.jsonl` files.
-        field: the key of the text in a line of `.jsonl`.
+        data: has the attributes of `Given`, and `mixture`: None or a list of dictionaries of the
+            same keys and `weight`.
+        seed: not used: the order is the packer's.
+        steps_known: False where an epoch of the corpus is to be counted.
+
+    Raises:
+        BadInput: with the key, for what is not there, cannot be read, or holds no text.
     """
-    if path == "builtin":
-        return text.chapters(text.train())
-    paths = [Path(p) for p in ([path] if isinstance(path, str) else path)]
-    found = [d for p in paths for file in _files(p) for d in _read(file, field)]
-    if not found:
-        raise BadInput(f"data.path: no text in {', '.join(map(str, paths)) or 'an empty list'}")
-    return found
-
-
-def fingerprint(documents: list[str]) -> str:
-    """The same for the same documents in the same order, and for no others."""
-    return hashlib.sha256(json.dumps(documents).encode()).hexdigest()
+    given = Given(**{f.name: getattr(data, f.name, f.default) for f in fields(Given)})
+    mixture = getattr(data, "mixture", None)
+    if not steps_known and (mixture is not None or given.streaming):
+        raise BadInput(
+            "train.steps: expected a number of steps, got null: an epoch is known of one source "
+            "that is not streamed"
+        )
+    if mixture is None:
+        return Corpus([_open(given, "data.")])
+    for f in fields(Given):
+        if getattr(given, f.name) != f.default:
+            raise BadInput(
+                f"data.{f.name}: expected it in the sources of data.mixture, got both "
+                f"data.mixture and data.{f.name} = {getattr(given, f.name)!r}"
+            )
+    if not isinstance(mixture, list) or not mixture:
+        raise BadInput(f"data.mixture: expected a list of sources, got {mixture!r}")
+    members = [_member(each, f"data.mixture[{i}]") for i, each in enumerate(mixture)]
+    sources = [_open(given, f"data.mixture[{i}].") for i, (given, _) in enumerate(members)]
+    return Corpus(sources, [weight for _, weight in members])
 
 
 def encoder(tokenizer: Any, append_eos: bool) -> Callable[[str], list[int]]:
@@ -47,50 +158,134 @@ def encoder(tokenizer: Any, append_eos: bool) -> Callable[[str], list[int]]:
     return encode
 
 
-def check_length(documents: list[str], encode: Callable[[str], list[int]], block_size: int) -> None:
-    """Refuse a corpus that does not fill one block."""
-    tokens = 0
-    for document in documents:
-        tokens += len(encode(document))
-        if tokens >= block_size:
-            return
-    raise BadInput(
-        f"data.path: the corpus has {tokens} tokens, expected at least one block of "
-        f"train.block_size = {block_size}"
-    )
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        return sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl"))
-    if not path.is_file():
-        raise BadInput(f"data.path: no such file: {path}")
-    return [path]
-
-
-def _read(file: Path, field: str) -> list[str]:
-    try:
-        content = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"data.path: {file} is not UTF-8 text: {error}") from None
-    texts = _lines(file, content, field) if file.suffix == ".jsonl" else [content]
-    return [each for each in texts if each.strip()]
-
-
-def _lines(file: Path, content: str, field: str) -> list[str]:
-    texts = []
-    # Only newlines end a line of JSON: splitlines() would also cut at U+2028 inside a text.
-    for number, line in enumerate(content.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            texts.append(json.loads(line)[field])
-        except json.JSONDecodeError as error:
-            raise BadInput(f"data.path: {file} line {number} is not JSON: {error}") from None
-        except (KeyError, TypeError):
+def check_length(corpus: Corpus, encode: Callable[[str], list[int]], block_size: int) -> None:
+    """Refuse a corpus one of whose sources does not fill one block; reads no more than that."""
+    for source in corpus.parts:
+        tokens = 0
+        for document in source.texts():
+            tokens += len(encode(document))
+            if tokens >= block_size:
+                break
+        else:
             raise BadInput(
-                f"data.path: {file} line {number} has no key {field!r} (data.field)"
-            ) from None
-        if not isinstance(texts[-1], str):
-            raise BadInput(f"data.path: {file} line {number}: {field!r} is not text")
-    return texts
+                f"{source.key}: the corpus has {tokens} tokens, expected at least one block of "
+                f"train.block_size = {block_size}"
+            )
+
+
+def _member(given: Any, key: str) -> tuple[Given, float]:
+    """One source of a mixture and its weight."""
+    if not isinstance(given, dict):
+        raise BadInput(f"{key}: expected keys and values, got {given!r}")
+    known = {f.name: f.type for f in fields(Given)} | {"weight": float}
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+            raise BadInput(f"{key}: unknown key {name!r}; the nearest known key is {near!r}")
+    values = {name: _checked(f"{key}.{name}", given[name], known[name]) for name in given}
+    weight = values.pop("weight", None)
+    if weight is None or not 0 < weight < math.inf:
+        raise BadInput(f"{key}.weight: expected a positive number, got {weight!r}")
+    source = Given(**values)
+    if source.path is None and source.dataset is None:
+        raise BadInput(f"{key}: expected a path or a dataset, got neither")
+    return source, weight
+
+
+def _checked(key: str, value: Any, kind: Any) -> Any:
+    """A value of a mixture's source, read as `run_config` reads one of the run."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is float and not isinstance(value, bool):
+        # YAML 1.1 reads 1e-1, without a point, as text.
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            return float(value)
+    elif kind is bool:
+        if isinstance(value, bool):
+            return value
+    elif is_number:
+        return str(value)  # a folder may be called 7
+    elif isinstance(value, list):
+        if kind == (str | list[str] | None) and all(isinstance(each, str) for each in value):
+            return value
+    elif isinstance(value, str) or (value is None and kind is not str):
+        return value
+    expected = str(getattr(kind, "__name__", kind) if isinstance(kind, type) else kind)
+    raise BadInput(f"{key}: expected {expected.replace('None', 'null')}, got {value!r}")
+
+
+def _open(given: Given, prefix: str) -> Source:
+    """One source.
+
+    Args:
+        prefix: of its keys in an error, "data." or "data.mixture[0].".
+    """
+    if given.dataset is not None:
+        return _open_dataset(given, prefix)
+    key = f"{prefix}path"
+    for name, default in (("subset", None), ("split", "train"), ("revision", None)):
+        if getattr(given, name) != default:
+            raise BadInput(
+                f"{prefix}{name}: expected it with {prefix}dataset only, "
+                f"got {getattr(given, name)!r} without one"
+            )
+    if given.path in (None, BUILTIN):
+        if given.streaming:
+            raise BadInput(f"{prefix}streaming: expected false for the built-in text, got true")
+        return Source(text.chapters(text.train()), "the built-in text", key, ())
+    names = [given.path] if isinstance(given.path, str) else given.path
+    files = text_files.find(names, key)
+    name = ", ".join(Path(each).resolve().name for each in names)
+    if given.streaming:
+        shards = data_sets.streamed_files(files, given.field, key, f"{prefix}field")
+        source = Source(shards, name, key, ())
+    else:
+        source = Source(_read(files, given.field, key, f"{prefix}field"), name, key, ())
+    return _with_text(source, ", ".join(names) or "an empty list")
+
+
+def _open_dataset(given: Given, prefix: str) -> Source:
+    key = f"{prefix}dataset"
+    if given.path is not None:
+        raise BadInput(f"{prefix}path and {key}: expected one of them, got both")
+    documents = data_sets.named(
+        given.dataset,
+        given.subset,
+        given.split,
+        given.revision,
+        given.field,
+        streaming=given.streaming,
+        prefix=prefix,
+    )
+    asked = (given.subset, given.split, given.revision)
+    folder = Path(given.dataset)
+    # A folder is what lies in it, wherever it is.
+    identity = asked if folder.is_dir() else (given.dataset, *asked)
+    title = folder.resolve().name if folder.is_dir() else given.dataset
+    name = ":".join(filter(None, (title, given.subset, given.split)))
+    return _with_text(Source(documents, name, key, identity), given.dataset)
+
+
+def _read(
+    files: list, field: str, key: str, field_key: str
+) -> text_files.TextFiles | data_sets.Rows | text_files.Joined:
+    """The documents of files in their order; neighbours of one kind are read together."""
+    parts: list[Any] = []
+    for is_parquet, group in itertools.groupby(files, lambda f: f.suffix == text_files.COLUMNS):
+        read = data_sets.parquet if is_parquet else text_files.TextFiles
+        parts.append(read(list(group), field, key, field_key))
+    return parts[0] if len(parts) == 1 else text_files.Joined(parts)
+
+
+def _with_text(source: Source, name: str) -> Source:
+    if next(source.texts(), None) is None:
+        raise BadInput(f"{source.key}: no text in {name}")
+    return source
+
+
+def _sha256(texts: Iterable[str]) -> str:
+    """Of the texts as a list in JSON, of which no more than one is held."""
+    digest = hashlib.sha256(b"[")
+    for number, each in enumerate(texts):
+        digest.update(b", " * (number > 0) + json.dumps(each).encode())
+    digest.update(b"]")
+    return digest.hexdigest()

@@ -13,7 +13,6 @@ checkpoint and repeats an uninterrupted one to the last bit.
 import argparse
 import json
 import math
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,8 @@ from errors import BadInput
 from loading import load_model
 from loop import Loop, leave_group
 from packing import IGNORED, documents_leak, predicted_tokens, step_batches
-from run_config import Distil
+from run_keys import Distil
 from run_log import RunLog
-from safetensors.torch import save_file
 from stop_signal import StopSignal
 from tqdm import tqdm
 
@@ -52,7 +50,7 @@ TRAINED = "trained.safetensors"
 def main(argv: list[str] | None = None) -> Path | None:
     """Distil as the command line says; the folder of the final model, None if not finished."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--config", help="YAML file of the keys of Distil in recipes/run_config.py")
+    parser.add_argument("--config", help="YAML file of the keys of Distil in recipes/run_keys.py")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="win over the file")
     args = parser.parse_intermixed_args(argv)
     run = run_config.load(args.config, args.overrides, Distil)
@@ -68,9 +66,10 @@ class Run(Loop):
     def start(self) -> Path | None:
         run = self.run
         self._begin()
+        self._tokenize(run.model)
+        self._find_checkpoint()
         if self._is_finished():
             return self.final
-        self._pack(run.model)
         self.held_out = self._held_out()
         self._load()
         return self._distil()
@@ -195,15 +194,7 @@ class Run(Loop):
         trained = max((sum(inside[name]) for name in trains & inside.keys()), default=0)
         # Each checkpoint holds what trains and Adam's two moments of it; one more while written.
         checkpoints = run.checkpoint.keep + 1 if run.checkpoint.every else 1
-        needed = sum(sizes.values()) + 3 * trained * checkpoints
-        parent = next(
-            each for each in (self.folder, *self.folder.resolve().parents) if each.exists()
-        )
-        if (free := shutil.disk_usage(parent).free) < needed:
-            raise BadInput(
-                f"output_dir {self.folder} needs {needed / 1e9:.2f} GB, there are "
-                f"{free / 1e9:.2f} GB"
-            )
+        self._check_room(sum(sizes.values()) + 3 * trained * checkpoints)
 
     def _check_source(self, teacher: Any) -> None:
         """The softmax model inside the checkpoint must be the one that it was converted from."""
@@ -223,18 +214,19 @@ class Run(Loop):
         self.errors: list[dict[str, float]] = [{}, {}]  # of the first and last layer-wise step
         self.perplexity: dict[str, float] = {}  # when it was last measured
         self.seconds = 0.0  # of all steps, also of earlier sessions
-        if self.accelerator.is_main_process:
+        if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             checkpointing.write_text(self.folder / resuming.CONFIG, run_config.dump(run))
             checkpointing.remove_unfinished(self.checkpoints)
+            checkpointing.set_aside_damaged(self.checkpoints, self.resumed)
             self.log = RunLog(self.folder / "log.jsonl", after=done)
             for line in self.log.kept:
                 self._note(line)
-        stop = StopSignal()
+        self.stop = StopSignal()
         try:
-            finished = self._steps(done, stop)
+            finished = self._steps(done)
         finally:
-            stop.restore()
+            self.stop.restore()
             if self.log:
                 self.log.close()
         if not finished:
@@ -248,8 +240,12 @@ class Run(Loop):
         if self.folded is not None:
             kept = numbers_only and bool(self.folded.originals)
             folded = self.folded.and_then(folded, keep_originals=kept)
-        if self.accelerator.is_main_process:
-            checkpointing.publish(self.final, lambda to: self._write_final(to, folded))
+        checkpointing.publish(
+            self.final,
+            lambda to: self._write_final(to, folded) if self.main else None,
+            main=self.main,
+            wait=self.accelerator.wait_for_everyone,
+        )
         self.accelerator.wait_for_everyone()
         self._say(f"final model in {self.final}")
         return self.final
@@ -286,12 +282,10 @@ class Run(Loop):
         ):
             (folder / name).write_text(text, encoding="utf-8")
 
-    def _steps(self, done: int, stop: StopSignal) -> bool:
+    def _steps(self, done: int) -> bool:
         """Train from step `done` on; False if a signal ended it early, after saving."""
         run, distillation = self.run, self.distillation
-        bar = tqdm(
-            total=run.steps, initial=done, unit="step", disable=not self.accelerator.is_main_process
-        )
+        bar = tqdm(total=run.steps, initial=done, unit="step", disable=not self.main)
         with bar:
             for step in range(done + 1, run.steps + 1):
                 first = step in (done + 1, run.layerwise.steps + 1)
@@ -307,7 +301,7 @@ class Run(Loop):
                             distillation.student,
                         )
                 started = time.perf_counter()
-                values, stopping = self._step(step, stage, stop)
+                values, stopping = self._step(step, stage)
                 tokens = self.blocks_per_step * run.train.block_size
                 values |= {
                     "tokens": step * tokens,
@@ -358,7 +352,7 @@ class Run(Loop):
             betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=0.0,
         )  # fmt: skip
 
-    def _step(self, step: int, stage: Any, stop: StopSignal) -> tuple[dict[str, Any], bool]:
+    def _step(self, step: int, stage: Any) -> tuple[dict[str, Any], bool]:
         """One update. The values to log, and whether any process was asked to stop."""
         run, distillation, device = self.run, self.distillation, self.accelerator.device
         layerwise = stage is run.layerwise
@@ -385,7 +379,7 @@ class Run(Loop):
                 loss = distillation.end_to_end(batch, kl=run.end_to_end.kl, ignored=IGNORED)
             (loss / predicted).backward()
             total += loss.item()
-        values = [total, float(stop.asked)]
+        values = [total, float(self.stop.asked)]
         if layerwise:
             names = list(distillation.modules)
             values += [sum(e[name] for e in errors) / (len(errors) * self.ranks) for name in names]
@@ -439,8 +433,10 @@ class Run(Loop):
                 )
 
     def _write_checkpoint(self, folder: Path) -> None:
+        if not self.main:
+            return
         trained = {name: p.detach().cpu().contiguous() for name, p in self.named.items()}
-        save_file(trained, folder / TRAINED)
+        checkpointing.write_tensors(folder / TRAINED, trained)
         checkpointing.save_optimizer(folder, self.optimizer, self.distillation.student)
 
 

@@ -1,12 +1,9 @@
-"""Getting models, tokenizers and processes ready for a recipe."""
+"""Getting models and tokenizers ready for a recipe."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
 from errors import BadInput
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,7 +19,9 @@ def load(kind: Any, source: str, **options: Any) -> Any:
         raise BadInput(f"model {source}: {kind.__name__} cannot load it: {error}") from error
 
 
-def load_model(source: str, *, dtype: torch.dtype | None = None, attn: str | None = None) -> Any:
+def load_model(
+    source: str, *, dtype: torch.dtype | None = None, attn: str | None = None, **more: Any
+) -> Any:
     """A causal language model with the attention function `attn`, or its own; None: as saved.
 
     From safetensors only: reading a pickle runs whatever code is in it.
@@ -34,7 +33,7 @@ def load_model(source: str, *, dtype: torch.dtype | None = None, attn: str | Non
             dtype = saved_dtype(source) or "auto"
         except OSError as error:
             raise BadInput(f"model {source}: {error}") from error
-    return load(AutoModelForCausalLM, source, dtype=dtype, use_safetensors=True, **options)
+    return load(AutoModelForCausalLM, source, dtype=dtype, use_safetensors=True, **options, **more)
 
 
 def check_weights(source: str) -> None:
@@ -64,32 +63,21 @@ def max_positions(source: str) -> int | None:
     return getattr(load(AutoConfig, source).get_text_config(), "max_position_embeddings", None)
 
 
-def check_attention(source: str, attn: str | None) -> None:
-    """Refuse a model or attention function that would not load, without loading weights."""
+def from_config(config: Any, attn: str | None, device: torch.device | str) -> Any:
+    """A model of this config with random weights (on "meta": with none)."""
+    options = {"attn_implementation": attn} if attn else {}
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+
+
+def twin(source: str, attn: str | None) -> Any:
+    """A model without weights, on the meta device, to ask what the model would be.
+
+    Raises:
+        BadInput: a model or attention function that would not load.
+    """
     config = load(AutoConfig, source)
     try:
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(
-                config, **({"attn_implementation": attn} if attn else {})
-            )
+        return from_config(config, attn, "meta")
     except (ValueError, ImportError) as error:
         raise BadInput(f"model {source} with attn {attn}: {error}") from error
-
-
-def data_parallel(precision: str) -> Accelerator:
-    """An accelerator for one process or data parallel; refuses what it would get wrong.
-
-    Context parallelism would give every process its own share of the keys and no error.
-    """
-    # One process may train twice, with another precision.
-    AcceleratorState._reset_state()
-    accelerator = Accelerator(mixed_precision={"fp32": "no", "bf16": "bf16"}[precision])
-    served = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    parallelism = accelerator.parallelism_config
-    sizes = [getattr(parallelism, f"{kind}_size", 1) for kind in ("tp", "cp", "sp", "dp_shard")]
-    if accelerator.distributed_type not in served or max(sizes) > 1:
-        raise BadInput(
-            "this recipe runs on one process or data parallel, got accelerate's "
-            f"{accelerator.distributed_type.value} with {parallelism}"
-        )
-    return accelerator

@@ -1,16 +1,20 @@
 """What training and distillation have in common around their steps."""
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import checkpointing
 import corpus
+import output_folder
+import parallel
 import resuming
 import torch
 from errors import BadInput
-from loading import data_parallel, load, max_positions
-from packing import Packer
+from loading import load, max_positions
+from packing import Packer, streams_of
+from stop_signal import StopSignal
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -24,6 +28,8 @@ def leave_group() -> None:
 class Loop:
     """One run. A recipe adds `_check_finite(step)`, `_write_checkpoint(folder)`, and its steps."""
 
+    splits_weights = False  # whether the recipe trains models whose weights are divided
+
     def __init__(self, run: Any):
         self.run = run
         self.folder = Path(run.output_dir)
@@ -31,32 +37,21 @@ class Loop:
         self.final = self.folder / resuming.FINAL
         self.resumed: checkpointing.Checkpoint | None = None
         self.log = None
+        self.stop: StopSignal | None = None
 
-    def _begin(self, *, fresh: bool = False) -> None:
-        """The corpus, the processes, and the checkpoint to go on from unless the run is `fresh`."""
-        run = self.run
-        self.resumed = None if fresh else resuming.find(self.folder, run)
-        self.documents = corpus.documents(run.data.path, run.data.field)
-        self.accelerator = data_parallel(run.train.precision)
-        self.ranks, self.rank = self.accelerator.num_processes, self.accelerator.process_index
-        self.blocks_per_step = self.ranks * run.train.batch_size * run.train.grad_accumulation
-        self.corpus_sha256 = corpus.fingerprint(self.documents)
-        if self.resumed:
-            resuming.check(
-                self.resumed,
-                run,
-                blocks_per_step=self.blocks_per_step,
-                corpus_sha256=self.corpus_sha256,
-            )
+    def _begin(self, **options: Any) -> None:
+        """The processes and the corpus."""
+        output_folder.check(self.folder, "output_dir")
+        self.accelerator, self.layout = parallel.begin(
+            self.run.train.precision, splits=self.splits_weights, **options
+        )
+        self.ranks, self.rank = self.layout.data_ranks, self.layout.data_rank
+        self.main = self.accelerator.is_main_process
+        with self.accelerator.local_main_process_first():  # the others find what it has cached
+            self.corpus = corpus.open_corpus(self.run.data)
 
-    def _is_finished(self) -> bool:
-        finished = resuming.finished_steps(self.folder) == self.run.steps
-        if finished:
-            self._say(f"{self.final} is already there, after {self.run.steps} steps")
-        return finished
-
-    def _pack(self, source: str) -> None:
-        """The tokenizer of a model, and its blocks of the corpus."""
+    def _tokenize(self, source: str) -> None:
+        """The tokenizer of a model, and whether it makes blocks of the corpus."""
         run = self.run
         positions = max_positions(source)
         if positions is not None and run.train.block_size > positions:
@@ -65,37 +60,120 @@ class Loop:
                 f"(max_position_embeddings), got {run.train.block_size}"
             )
         self.tokenizer = load(AutoTokenizer, source)
-        encode = corpus.encoder(self.tokenizer, run.data.append_eos)
-        corpus.check_length(self.documents, encode, run.train.block_size)
-        self.packer = Packer(self.documents, encode, run.train.block_size, run.seed)
+        self.encode = corpus.encoder(self.tokenizer, run.data.append_eos)
+        corpus.check_length(self.corpus, self.encode, run.train.block_size)
+
+    def _find_checkpoint(self, *, fresh: bool = False) -> None:
+        """The checkpoint to go on from unless the run is `fresh`, and the packer at its place."""
+        run = self.run
+        self.resumed = None if fresh else resuming.find(self.folder, run)
+        self.blocks_per_step = self.ranks * run.train.batch_size * run.train.grad_accumulation
+        self.streams = self._streams()
+        self.packer = Packer(
+            self.corpus,
+            self.encode,
+            run.train.block_size,
+            run.seed,
+            streams=self.streams,
+            mine=streams_of(self.rank, self.ranks, self.streams),
+        )
+        if self.resumed:
+            resuming.check(
+                self.resumed,
+                run,
+                blocks_per_step=self.blocks_per_step,
+                corpus_sha256=self.corpus.fingerprint,
+                streams=self.streams,
+                layout=str(self.layout),
+            )
+            self.packer.load_state(self.resumed.manifest["packer"])
+
+    def _streams(self) -> int:
+        """Parts of the corpus that are packed alone, each by one process."""
+        streams = self.run.data.streams
+        if streams is None:
+            # As many as the run began with: the number of processes may change, the text may not.
+            streams = self.resumed.manifest["streams"] if self.resumed else self.ranks
+        if streams % self.ranks or self.blocks_per_step % streams:
+            raise BadInput(
+                f"data.streams: expected a multiple of the {self.ranks} processes that read rows "
+                f"which divides the {self.blocks_per_step} blocks of a step (processes × "
+                f"train.batch_size × train.grad_accumulation), got {streams}"
+            )
+        return streams
+
+    def _is_finished(self) -> bool:
+        finished = resuming.finished_steps(self.folder) == self.run.steps
+        if finished:
+            self._say(f"{self.final} is already there, after {self.run.steps} steps")
+        return finished
+
+    def _check_room(self, needed: int) -> None:
+        """Refuse a disk that cannot hold what the run will write, before the work."""
+        there = sum(p.stat().st_size for p in self.checkpoints.rglob("*") if p.is_file())
+        needed -= there  # checkpoints that later ones take the place of
+        parent = next(p for p in (self.folder, *self.folder.resolve().parents) if p.exists())
+        if (free := shutil.disk_usage(parent).free) < needed:
+            raise BadInput(
+                f"output_dir {self.folder} needs {needed / 1e9:.2f} GB, there are "
+                f"{free / 1e9:.2f} GB"
+            )
+
+    def _packers(self) -> dict[str, Any]:
+        """The places of all processes' packers."""
+        return merged(self._everywhere(self.packer.state()))
 
     def _save(self, step: int, **state: Any) -> None:
         """A checkpoint, with `state` in its manifest."""
         self._check_finite(step)
-        if self.accelerator.is_main_process:
+        packers = self._packers()
+        if self.main:
             self.log.sync()
-            checkpointing.save(
-                self.checkpoints,
-                step=step,
-                keep=self.run.checkpoint.keep,
-                fill=self._write_checkpoint,
-                state={
-                    "packer": self.packer.state(),
-                    "blocks_per_step": self.blocks_per_step,
-                    "corpus_sha256": self.corpus_sha256,
-                    **state,
-                },
-            )
+        checkpointing.save(
+            self.checkpoints,
+            step=step,
+            keep=self.run.checkpoint.keep,
+            fill=self._write_checkpoint,
+            state={
+                "packer": packers,
+                "streams": self.streams,
+                "blocks_per_step": self.blocks_per_step,
+                "corpus_sha256": self.corpus.fingerprint,
+                "layout": str(self.layout),
+                **state,
+            },
+            main=self.main,
+            wait=self.accelerator.wait_for_everyone,
+        )
         self.accelerator.wait_for_everyone()
 
     def _sum(self, *values: float) -> list[float]:
-        """Values summed over the processes, in float64."""
+        """Values summed over the processes that read rows of their own, in float64."""
         # On CPU first: some accelerators have no float64.
         tensor = torch.tensor(values, dtype=torch.float64)
-        if self.ranks > 1:
+        if self.layout.world > 1:
             tensor = self.accelerator.reduce(tensor.to(self.accelerator.device), "sum")
+            tensor = tensor / self.layout.tensor  # whose processes all have the same rows
         return tensor.tolist()
 
+    def _everywhere(self, value: Any) -> list[Any]:
+        """What every process has, by rank."""
+        if self.layout.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.layout.world
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any process was sent a signal; all of them get the same answer."""
+        return bool(self._sum(float(self.stop.asked))[0])
+
     def _say(self, message: str) -> None:
-        if self.accelerator.is_main_process:
+        if self.main:
             tqdm.write(message, file=sys.stdout)
+
+
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Dictionaries of different keys in one, whose order does not depend on the parts'."""
+    together = {key: value for part in parts for key, value in part.items()}
+    return dict(sorted(together.items(), key=lambda item: int(item[0])))

@@ -22,7 +22,7 @@ import needle_report
 import output_folder
 import torch
 from errors import BadInput
-from loading import check_attention, check_weights, load, load_model, max_positions
+from loading import check_weights, load, load_model, max_positions, twin
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -129,7 +129,7 @@ class _Plan:
         self.path, self.attn = (path, attn) if at and not Path(name).exists() else (name, None)
         self.name = name
         self.source = resolve(self.path)
-        check_attention(self.source, self.attn)
+        twin(self.source, self.attn)
         check_weights(self.source)
         self.weights = _weights_digest(self.source)
         tokenizer = load(AutoTokenizer, self.source)

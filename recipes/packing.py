@@ -1,18 +1,25 @@
 """Packed blocks: no token lost, no label across documents, resumable to the token.
 
-The documents of an epoch are put in a seeded order and laid end to end; every `block_size` tokens
-make a block. Inside a block each document's positions start at 0, which is how transformers
-recognises packed documents and keeps them from seeing each other. A document that does not fit
-goes on in the next block, where it starts at 0 again: its tokens stay, and so does every label,
-because labels are shifted here and the last token of a block is still asked for the document's
-next one.
+The documents of a stream are laid end to end in a seeded order (reading_order.py); every
+`block_size` tokens make a block. Inside a block each document's positions start at 0, which is how
+transformers recognises packed documents and keeps them from seeing each other. A document that
+does not fit goes on in the next block, where it starts at 0 again: its tokens stay, and so does
+every label, because labels are shifted here and the last token of a block is still asked for the
+document's next one.
+
+Several streams pack disjoint documents side by side. A step takes the same number of blocks from
+each of them, so which blocks it has does not depend on how they are divided over processes and
+micro-batches, and no process reads another one's documents.
 """
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import Any, Protocol
 
 import torch
+from reading_order import DocumentReader, Epochs, ShardReader, parts_of
 
 IGNORED = -100  # what cross_entropy leaves out
 
@@ -26,41 +33,89 @@ class Block:
     labels: list[int]
 
 
+class Stream(Protocol):
+    """An endless sequence of blocks and its place, which JSON can hold."""
+
+    def next_block(self) -> Block: ...
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
 class Packer:
-    """An endless stream of blocks whose place is three integers.
+    """The blocks of some of the streams that a corpus is read in.
 
     Args:
-        documents: the texts.
+        corpus: with text for at least one block in every source (`corpus.check_length`).
         encode: text to token ids, special tokens included.
         block_size: tokens of a block.
         seed: of the order; every epoch has its own.
+        streams: that the corpus is read in, by all processes together.
+        mine: the streams that this process reads.
     """
 
     def __init__(
         self,
-        documents: Sequence[str],
+        corpus: Any,
         encode: Callable[[str], list[int]],
         block_size: int,
         seed: int,
+        *,
+        streams: int = 1,
+        mine: Sequence[int] = (0,),
     ):
-        self.documents, self.encode = documents, encode
-        self.block_size, self.seed = block_size, seed
-        self.load_state({"epoch": 0, "document": 0, "offset": 0})
+        self.streams = streams
+        # One source is read in the order that the seed alone gives.
+        seeds = [f"{seed}/{i}" for i in range(len(corpus.sources))]
+        parts = [
+            _readers(source, seed if len(seeds) == 1 else own, streams)
+            for source, own in zip(corpus.sources, seeds, strict=True)
+        ]
+        self._streams: dict[int, Stream] = {}
+        for stream in mine:
+            packed = [_Packed(part(stream), encode, block_size) for part in parts]
+            self._streams[stream] = (
+                packed[0] if len(packed) == 1 else _Mixed(packed, corpus.weights, stream)
+            )
+
+    def next_block(self, stream: int) -> Block:
+        return self._streams[stream].next_block()
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """The place of every stream of this process, by the stream's number."""
+        return {str(number): stream.state() for number, stream in self._streams.items()}
+
+    def load_state(self, state: dict[str, dict[str, Any]]) -> None:
+        """Go on from a state, which may have other streams as well."""
+        for number, stream in self._streams.items():
+            stream.load_state(state[str(number)])
+
+
+class _Packed:
+    """The blocks of one source: its reader's place, and the tokens of that document given out."""
+
+    def __init__(
+        self,
+        reader: DocumentReader | ShardReader,
+        encode: Callable[[str], list[int]],
+        block_size: int,
+    ):
+        self.reader, self.encode, self.block_size = reader, encode, block_size
+        self.offset = 0
+        self._tokens: list[int] | None = None  # of the document at the reader's place, once read
 
     def state(self) -> dict[str, int]:
-        """Epoch, place in its order, and tokens of that document already given out."""
-        return {"epoch": self.epoch, "document": self.document, "offset": self.offset}
+        return {**self.reader.state(), "offset": self.offset}
 
     def load_state(self, state: dict[str, int]) -> None:
-        self.epoch, self.document, self.offset = (
-            state[key] for key in ("epoch", "document", "offset")
-        )
-        self._shuffle()
-        self._tokens = self.encode(self.documents[self.order[self.document]])
+        self.reader.load_state(state)
+        self.offset, self._tokens = state["offset"], None
 
     def next_block(self) -> Block:
         block = Block([], [], [])
         while (room := self.block_size - len(block.input_ids)) > 0:
+            if self._tokens is None:
+                document = self.reader.read()
+                self._tokens = self.encode(document) if document.strip() else []
             rest = self._tokens[self.offset : self.offset + room + 1]
             piece, following = rest[:room], rest[1:]
             block.input_ids += piece
@@ -68,32 +123,86 @@ class Packer:
             block.labels += following + [IGNORED] * (len(piece) - len(following))
             self.offset += len(piece)
             if self.offset >= len(self._tokens):
-                self._next_document()
+                self.reader.advance()
+                self.offset, self._tokens = 0, None
         return block
 
-    def _next_document(self) -> None:
-        self.document, self.offset = self.document + 1, 0
-        if self.document == len(self.documents):
-            self.epoch, self.document = self.epoch + 1, 0
-            self._shuffle()
-        self._tokens = self.encode(self.documents[self.order[self.document]])
 
-    def _shuffle(self) -> None:
-        self.order = list(range(len(self.documents)))
-        random.Random(f"{self.seed}/{self.epoch}").shuffle(self.order)
+class _Mixed:
+    """The blocks of several sources by turns, so that each has its weight's part of the tokens.
+
+    A schedule of deadlines: block j = 0, 1, … of a source of weight w is due by turn ⌈(j + 1) / w⌉
+    and may not come before turn ⌊j / w⌋ + 1. To take the eligible block that is due first keeps
+    every source within one block of w × turns, at any turn (Baruah et al. 1996, "Proportionate
+    progress"; one machine, so plain deadlines do). To take the source that lags most does not: it
+    was seen 1.3 blocks behind. Stream s begins at turn s: streams that all began with the same
+    source would fill whole steps with it.
+    """
+
+    def __init__(self, sources: list[_Packed], weights: Sequence[float], phase: int):
+        self.sources = sources
+        exact = [Fraction(str(weight)) for weight in weights]
+        self.weights = [weight / sum(exact) for weight in exact]
+        self.given = [0] * len(sources)
+        for _ in range(phase):
+            self.given[self._due()] += 1
+
+    def state(self) -> dict[str, Any]:
+        """The turns that each source has had, the stream's first turn counted in, and its place."""
+        return {
+            "given": list(self.given),
+            "sources": [source.state() for source in self.sources],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.given = list(state["given"])
+        for source, place in zip(self.sources, state["sources"], strict=True):
+            source.load_state(place)
+
+    def next_block(self) -> Block:
+        source = self._due()
+        self.given[source] += 1
+        return self.sources[source].next_block()
+
+    def _due(self) -> int:
+        turns = sum(self.given) + 1
+        return min(
+            (ceil((given + 1) / weight), i)
+            for i, (given, weight) in enumerate(zip(self.given, self.weights, strict=True))
+            if weight * turns > given
+        )[1]
+
+
+def _readers(source: Any, seed: int | str, streams: int) -> Callable[[int], Any]:
+    """From a stream's number to its reader of a source."""
+    if hasattr(source, "windows"):
+        epochs = Epochs(source.shards * parts_of(source.shards, streams), seed)
+        return lambda stream: ShardReader(source, epochs, stream, streams)
+    epochs = Epochs(len(source), seed)
+    return lambda stream: DocumentReader(source, epochs, stream, streams)
+
+
+def streams_of(rank: int, ranks: int, streams: int) -> range:
+    """The streams that a process reads."""
+    assert streams % ranks == 0, (streams, ranks)
+    return range(rank * streams // ranks, (rank + 1) * streams // ranks)
 
 
 def step_batches(
     packer: Packer, *, rank: int, ranks: int, batch_size: int, grad_accumulation: int
 ) -> list[dict[str, torch.Tensor]]:
-    """One rank's micro-batches of one step.
+    """One rank's micro-batches of one step, from the streams that are its own.
 
-    Every rank walks the same stream and keeps its rows, so a step sees the same blocks however
-    they are divided over ranks and micro-batches, and the packer's state is the same everywhere.
+    The blocks of a step are those of stream 0, then those of stream 1, …; a rank has a run of
+    them, and so has a micro-batch.
     """
-    blocks = [packer.next_block() for _ in range(ranks * batch_size * grad_accumulation)]
-    starts = range(rank * batch_size, len(blocks), ranks * batch_size)
-    return [_batch(blocks[start : start + batch_size]) for start in starts]
+    blocks = ranks * batch_size * grad_accumulation
+    assert blocks % packer.streams == 0, (blocks, packer.streams)
+    each = blocks // packer.streams
+    mine = [
+        packer.next_block(s) for s in streams_of(rank, ranks, packer.streams) for _ in [0] * each
+    ]
+    return [_batch(mine[start : start + batch_size]) for start in range(0, len(mine), batch_size)]
 
 
 def predicted_tokens(batches: list[dict[str, torch.Tensor]]) -> int:

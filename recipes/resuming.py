@@ -7,13 +7,18 @@ import checkpointing
 import output_folder
 import run_config
 from errors import BadInput
-from run_config import Distil, Run
+from run_keys import Distil, Run
 
 CHECKPOINTS, FINAL, CONFIG = "checkpoints", "final", "config.yaml"
 RECORD = "training.json"  # in the final model's folder: how it was trained
 
-# What may differ between a run and its resumption. With other steps the cosine is another one.
-MAY_CHANGE = {"output_dir", "resume", "checkpoint.every", "checkpoint.keep", "train.steps"}
+# What may differ between a run and its resumption. With other steps the cosine is another one; how
+# the blocks of a step are divided is up to the machines, as long as there are as many.
+MAY_CHANGE = {
+    "output_dir", "resume", "data.streams", "train.steps", "train.max_skipped",
+    "train.batch_size", "train.grad_accumulation", "log.trackers",
+    "log.project", *(f"checkpoint.{key}" for key in ("every", "keep", "state")),
+}  # fmt: skip
 
 
 def find(folder: Path, run: Run | Distil) -> checkpointing.Checkpoint | None:
@@ -74,9 +79,15 @@ def check(
     *,
     blocks_per_step: int,
     corpus_sha256: str,
+    streams: int,
+    layout: str,
 ) -> None:
     """Refuse to go on from a checkpoint that this run would not have written."""
     folder, manifest = checkpoint.folder, checkpoint.manifest
+    if "streams" not in manifest:
+        raise BadInput(
+            f"{folder}: expected a checkpoint of this version of the recipe, got an older one"
+        )
     if manifest["blocks_per_step"] != blocks_per_step:
         raise BadInput(
             f"{folder} took {manifest['blocks_per_step']} blocks a step, expected the same of "
@@ -85,6 +96,16 @@ def check(
         )
     if manifest["corpus_sha256"] != corpus_sha256:
         raise BadInput(f"data.path: the text is not the one that {folder} was trained on")
+    if manifest["streams"] != streams:
+        raise BadInput(
+            f"data.streams: expected the {manifest['streams']} of {folder}, got {streams}"
+        )
+    # Parts lie as the processes that wrote them held them.
+    if manifest.get("state") == "sharded" and manifest["layout"] != layout:
+        raise BadInput(
+            f"{folder} has a sharded state: expected the layout that wrote it, "
+            f"{manifest['layout']}, got {layout} (checkpoint.state=full fits every layout)"
+        )
     if checkpoint.step > run.steps:
         raise BadInput(
             f"train.steps: expected at least the {checkpoint.step} steps of {folder}, got "

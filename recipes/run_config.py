@@ -1,7 +1,6 @@
-"""The configuration of a run: every key, its type, its default, and how it is read.
+"""The configuration of a run: YAML of nested keys plus `key.sub=value` overrides.
 
-A run is a YAML file of nested keys plus `key.sub=value` overrides. Whatever is not declared here
-is an error, so a misspelt key cannot be ignored.
+Whatever is not declared in `run_keys.py` is an error, so a misspelt key cannot be ignored.
 """
 
 import difflib
@@ -9,178 +8,13 @@ import math
 import os
 import types
 import typing
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from errors import BadInput
-
-
-@dataclass
-class Data:
-    path: str | list[str] = "builtin"  # .txt (a document each), .jsonl (a document a line), folders
-    field: str = "text"  # the key of the text in a line of .jsonl
-    append_eos: bool = True  # end every document with the tokenizer's end-of-text token
-
-
-@dataclass
-class Train:
-    steps: int = 100
-    block_size: int = 512  # tokens a row
-    batch_size: int = 1  # rows of one micro-batch on one process
-    grad_accumulation: int = 1  # micro-batches of one step
-    precision: str = "fp32"  # fp32, or bf16 autocast over fp32 weights
-    gradient_checkpointing: bool = False
-
-
-@dataclass
-class Optim:
-    lr: float = 1e-4
-    log_length_lr: float = 1e-3  # the attention row numbers (`log_length` offset, slope, query)
-    min_lr_ratio: float = 0.1  # where the cosine ends, as a part of the peak
-    warmup_steps: int | None = None  # null: a tenth of the steps, at most 100
-    weight_decay: float = 0.1
-    decay_embeddings: bool = False
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip: float = 1.0  # of the global gradient norm; 0 measures it only
-    qk_tau: float | None = None  # logit control (`hf_sigmoid.optim`): τ; null: none
-    qk_rule: str = "quack"  # or "constant": τ times the rate for all of W_Q and W_K
-
-
-@dataclass
-class Checkpoint:
-    every: int = 50  # steps; 0 saves on SIGTERM only
-    keep: int = 2
-
-
-@dataclass
-class Run:
-    model: str = ""  # a folder, a hub id, or "smollm2"
-    output_dir: str = ""
-    attn: str | None = None  # attn_implementation; null: what the checkpoint says
-    seed: int = 0
-    resume: str = "auto"  # "auto": go on from the last complete checkpoint; "none": a fresh folder
-    data: Data = field(default_factory=Data)
-    train: Train = field(default_factory=Train)
-    optim: Optim = field(default_factory=Optim)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-
-    @property
-    def steps(self) -> int:
-        return self.train.steps
-
-    @property
-    def warmup_steps(self) -> int:
-        asked = self.optim.warmup_steps
-        return min(100, self.train.steps // 10) if asked is None else asked
-
-
-@dataclass
-class Layerwise:
-    """Every converted attention module alone, on what it gets in the softmax model."""
-
-    steps: int = 120
-    train: str = "numbers"  # row numbers, gains, temperatures; "projections": and q, k, v, o;
-    # "lora": and low-rank changes of q, k, v, o
-    lr: float = 1e-4  # of the projections
-    numbers_lr: float = 5e-3  # of row numbers (`log_length`), gains and temperatures
-
-
-@dataclass
-class EndToEnd:
-    """The whole model on the softmax model's next-token distributions."""
-
-    steps: int = 0
-    train: str = "numbers"  # "numbers", "projections", "lora" as above, or "all" weights
-    lr: float = 1e-4  # of everything but the numbers
-    # Of the numbers: w·q sums over the head dim, and what one layer changes all later ones see.
-    numbers_lr: float = 5e-4
-    kl: float = 1.0  # weight of KL(softmax model ‖ this one); the rest is the text's cross entropy
-    blend: float = 0.0  # the part of the steps over which softmax fades out; 0: sigmoid at once
-
-
-@dataclass
-class Evaluate:
-    """Perplexity of the student on held-out text, in the log beside the losses."""
-
-    path: str | list[str] | None = None  # .txt files; null: none
-    every: int = 50  # steps; and at the end
-    windows: int = 8  # of train.block_size tokens, spread over each file
-
-
-@dataclass
-class Batch:
-    block_size: int = 512  # tokens a row
-    batch_size: int = 1  # rows of one micro-batch on one process
-    grad_accumulation: int = 1  # micro-batches of one step
-    precision: str = "fp32"  # fp32, or bf16 autocast over fp32 weights
-
-
-@dataclass
-class DistilOptim:
-    min_lr_ratio: float = 0.1  # where the cosine of each stage ends, as a part of its peak
-    warmup: float = 0.1  # the part of a stage's steps that warms up
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip: float = 1.0  # of the gradient norm: of each module alone, then of the model; 0: none
-    lora_rank: int = 16
-
-
-@dataclass
-class Distil:
-    """`distil_attention.py`."""
-
-    model: str = ""  # a converted checkpoint's folder
-    teacher: str | None = None  # softmax checkpoint; null: what `model` was converted from
-    output_dir: str = ""
-    seed: int = 0
-    resume: str = "auto"  # "auto": go on from the last complete checkpoint; "none": a fresh folder
-    data: Data = field(default_factory=Data)
-    train: Batch = field(default_factory=Batch)
-    layerwise: Layerwise = field(default_factory=Layerwise)
-    end_to_end: EndToEnd = field(default_factory=EndToEnd)
-    optim: DistilOptim = field(default_factory=DistilOptim)
-    evaluate: Evaluate = field(default_factory=Evaluate)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-
-    @property
-    def steps(self) -> int:
-        return self.layerwise.steps + self.end_to_end.steps
-
-
-TRAINED = ("numbers", "projections", "lora")
-_CHOICES = {
-    "resume": ("auto", "none"),
-    "train.precision": ("fp32", "bf16"),
-    "layerwise.train": TRAINED,
-    "optim.qk_rule": ("quack", "constant"),
-    "end_to_end.train": (*TRAINED, "all"),
-}
-_LEAST = {  # inclusive
-    **{
-        f"{stage}.{k}": 0
-        for stage in ("layerwise", "end_to_end")
-        for k in ("steps", "lr", "numbers_lr")
-    },
-    **{f"end_to_end.{k}": 0 for k in ("kl", "blend")},
-    "optim.warmup": 0,
-    "optim.lora_rank": 1,
-    "evaluate.every": 1,
-    "evaluate.windows": 1,
-    **{f"train.{k}": 1 for k in ("steps", "batch_size", "grad_accumulation")},
-    "train.block_size": 2,  # one token to read and one to predict
-    **{f"optim.{k}": 0 for k in ("lr", "log_length_lr", "min_lr_ratio", "warmup_steps")},
-    **{f"optim.{k}": 0 for k in ("weight_decay", "beta1", "beta2", "eps", "clip")},
-    "checkpoint.every": 0,
-    "checkpoint.keep": 1,
-    "seed": 0,
-}
-_BELOW = {"optim.beta1": 1, "optim.beta2": 1}
-_MOST = {"end_to_end.kl": 1, "end_to_end.blend": 1, "optim.warmup": 1}
+from run_keys import BELOW, CHOICES, LEAST, MOST, POSITIVE, Data, Distil, Run
 
 
 def load(file: str | os.PathLike | None, overrides: list[str], kind: type = Run) -> Any:
@@ -287,12 +121,20 @@ def _checked(key: str, value: Any, kind: Any) -> Any:
         if each is str and isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)  # a folder may be called 7
         if typing.get_origin(each) is list:
-            if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            of = typing.get_origin(item := typing.get_args(each)[0]) or item
+            if isinstance(value, list) and all(type(entry) is of for entry in value):
                 return value
         elif type(value) is each:
             return value
-    names = " or ".join("null" if a is type(None) else getattr(a, "__name__", "") for a in allowed)
+    names = " or ".join("null" if a is type(None) else _kind_name(a) for a in allowed)
     raise BadInput(f"{key}: expected {names}, got {value!r}")
+
+
+def _kind_name(kind: Any) -> str:
+    if typing.get_origin(kind) is list:
+        item = typing.get_args(kind)[0]
+        return f"a list of {(typing.get_origin(item) or item).__name__}"
+    return kind.__name__
 
 
 def _check(run: Any) -> None:
@@ -300,32 +142,81 @@ def _check(run: Any) -> None:
     for key in ("model", "output_dir"):
         if not values[key]:
             raise BadInput(f"{key} is missing: give {key}=… on the command line or in the YAML")
-    for key, choices in _CHOICES.items():
-        if key in values and values[key] not in choices:
-            raise BadInput(f"{key}: expected one of {', '.join(choices)}, got {values[key]!r}")
-    for key, least in _LEAST.items():
-        # Written so that nan fails too.
-        if values.get(key) is not None and not values[key] >= least:
-            raise BadInput(f"{key}: expected at least {least}, got {values[key]}")
-    for key, value in values.items():
+    given = {key: value for key, value in values.items() if value is not None}
+    for key, choices in CHOICES.items():
+        if key in given and given[key] not in choices:
+            raise BadInput(f"{key}: expected one of {', '.join(choices)}, got {given[key]!r}")
+    for key, value in given.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise BadInput(f"{key}: expected a finite number, got {value}")
-    for key, bound in _BELOW.items():
-        if values[key] >= bound:
-            raise BadInput(f"{key}: expected a number below {bound}, got {values[key]}")
-    for key, most in _MOST.items():
-        if key in values and values[key] > most:
-            raise BadInput(f"{key}: expected at most {most}, got {values[key]}")
+    for key, least in LEAST.items():
+        if key in given and given[key] < least:
+            raise BadInput(f"{key}: expected at least {least}, got {given[key]}")
+    for key in POSITIVE:
+        if key in given and given[key] <= 0:
+            raise BadInput(f"{key}: expected a positive number or null, got {given[key]}")
+    for key, bound in BELOW.items():
+        if key in given and given[key] >= bound:
+            raise BadInput(f"{key}: expected a number below {bound}, got {given[key]}")
+    for key, most in MOST.items():
+        if key in given and given[key] > most:
+            raise BadInput(f"{key}: expected at most {most}, got {given[key]}")
+    _check_data(run.data)
     if isinstance(run, Distil):
-        if run.layerwise.steps + run.end_to_end.steps < 1:
+        if run.steps < 1:
             raise BadInput(
                 "layerwise.steps and end_to_end.steps: expected at least one step, got 0"
             )
         return
-    if run.optim.qk_tau is not None and not run.optim.qk_tau > 0:
-        raise BadInput(f"optim.qk_tau: expected a positive number or null, got {run.optim.qk_tau}")
-    if run.warmup_steps > run.train.steps:
+    _check_training(run)
+
+
+def _check_data(data: Data) -> None:
+    """Sources that say two things at once."""
+    sources = [key for key in ("path", "dataset", "mixture") if getattr(data, key) is not None]
+    if len(sources) > 1:
+        raise BadInput(f"data: expected one source, got {' and '.join(sources)}")
+
+
+def _check_training(run: Run) -> None:
+    """Keys that contradict each other."""
+    train, optim = run.train, run.optim
+    if train.epochs is not None:
+        if train.steps is not None:
+            raise BadInput(
+                f"train.steps and train.epochs: expected one of them, got {train.steps} and "
+                f"{train.epochs}"
+            )
+        mixed = run.data.mixture or []
+        if run.data.streaming or any(source.get("streaming") for source in mixed):
+            raise BadInput(
+                "train.epochs: expected train.steps with data.streaming, which has no known length"
+            )
+        if mixed:
+            raise BadInput(
+                "train.epochs: expected train.steps with data.mixture, whose sources end at "
+                "different steps"
+            )
+    elif optim.warmup_steps is not None and optim.warmup_steps > run.steps:
         raise BadInput(
-            f"optim.warmup_steps: expected at most train.steps = {run.train.steps}, "
-            f"got {run.warmup_steps}"
+            f"optim.warmup_steps: expected at most train.steps = {run.steps}, "
+            f"got {optim.warmup_steps}"
         )
+    if run.lora.rank is not None and run.parameters != "lora":
+        raise BadInput(
+            f"train.parameters: expected lora (or null) with lora.rank, got {train.parameters}"
+        )
+    if run.parameters == "lora" and run.lora.rank is None:
+        raise BadInput("lora.rank: expected a number with train.parameters=lora, got null")
+    control = [k for k in ("qk_tau", "qk_clip") if getattr(optim, k) is not None]
+    if run.parameters in ("lora", "log_length") and control:
+        raise BadInput(
+            f"optim.{control[0]}: expected train.parameters all or attention, got "
+            f"{run.parameters}: it controls W_Q and W_K, which do not train"
+        )
+    if run.evaluate.needle and min(run.evaluate.needle) < 1:
+        raise BadInput(f"evaluate.needle: expected lengths in tokens, got {run.evaluate.needle}")
+    known = ("tensorboard", "wandb", "trackio")
+    for tracker in run.log.trackers or []:
+        if tracker not in known:
+            raise BadInput(f"log.trackers: expected some of {', '.join(known)}, got {tracker!r}")

@@ -1,6 +1,10 @@
 """Set before anything is imported: one BLAS thread for the interpreter, no hub, no GPU."""
 
+import json
 import os
+import random
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,3 +51,66 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> str:
+    """A folder with a random llama and a tokenizer whose tokens are bytes."""
+    import tiny_models
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = tiny_models.byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        attention_dropout=0.1,  # so that a resumed run must also get its random numbers right
+        initializer_range=0.2,  # attention that looks somewhere
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def damaged(tiny, tmp_path) -> Path:
+    """The tiny model with its weights cut short."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return folder
+
+
+@pytest.fixture
+def pickled(tiny, tmp_path) -> Path:
+    """The tiny model with its weights as a pickle."""
+    folder = tmp_path / "pickled"
+    shutil.copytree(tiny, folder)
+    from safetensors.torch import load_file
+
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus_file(tmp_path_factory) -> str:
+    """Forty documents of 1 to 150 bytes, so that blocks hold several and cut some."""
+    from hf_sigmoid import text
+
+    rng = random.Random(0)
+    file = tmp_path_factory.mktemp("corpus") / "documents.jsonl"
+    documents = [text.austen()[i : i + rng.randrange(1, 150)] for i in range(0, 40_000, 1000)]
+    file.write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+    return str(file)

@@ -449,7 +449,7 @@ def test_two_processes_take_the_steps_of_one(converted, corpus_file, tmp_path):
     held_out = tmp_path / "held_out.txt"
     held_out.write_text(text.held_out())
     keys = {"train.grad_accumulation": 1, "end_to_end.steps": 3, "layerwise.steps": 3,
-            "evaluate.path": held_out, "evaluate.windows": 2}  # fmt: skip
+            "data.streams": 2, "evaluate.path": held_out, "evaluate.windows": 2}  # fmt: skip
     alone = {**keys, "train.batch_size": 4}
     distil_attention.main(arguments(converted, corpus_file, tmp_path / "one", **alone))
     argv = arguments(converted, corpus_file, tmp_path / "two", **keys)

@@ -1,0 +1,112 @@
+"""What a run would do, and one step of it on the model's first two layers, without its weights."""
+
+import copy
+import time
+from typing import Any
+
+import optimization
+import torch
+from loading import from_config
+from packing import step_batches
+from run_keys import Run
+
+LAYERS = 2
+
+
+def describe(run: Run, *, model: Any, groups: list[dict], layout: Any, corpus: Any, blocks: int):
+    """The lines to print. `model` may be on the meta device."""
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for group in groups for p in group["params"])
+    tokens = blocks * run.train.block_size
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT's
+    yield f"{type(base).__name__}, attention {model.config._attn_implementation}, {layout}"
+    yield corpus.describe()
+    yield optimization.describe(groups)
+    yield f"{trained:,} of {total:,} parameters train ({trained / total:.2%})"
+    yield f"{tokens:,} tokens a step, {tokens * run.steps:,} in all"
+    yield "rate: " + ", ".join(
+        f"{_factor(run, step):.3g} of the peak at step {step}" for step in _milestones(run)
+    )
+    yield "memory of a process, estimated: " + ", ".join(
+        f"{name} {size / 1e9:.2f} GB"
+        for name, size in memory(run, model, total, trained, layout).items()
+    )
+
+
+def _milestones(run: Run) -> list[int]:
+    warm = run.warmup_steps
+    return sorted({1, max(1, warm), (max(1, warm) + run.steps) // 2, run.steps})
+
+
+def _factor(run: Run, step: int) -> float:
+    return optimization.lr_factor(
+        step,
+        steps=run.steps,
+        warmup_steps=run.warmup_steps,
+        min_ratio=run.optim.min_lr_ratio,
+        schedule=run.optim.schedule,
+    )
+
+
+def memory(run: Run, model: Any, total: int, trained: int, layout: Any) -> dict[str, float]:
+    """Bytes on one process: float32 weights, gradients and two moments, and the activations.
+
+    Activations by Korthikanti et al. 2022 (arXiv 2205.05198, equation 2) without the attention
+    matrix, which no kernel here keeps: 34 bytes a token, feature and layer in 16 bits; 2 with
+    gradient checkpointing, and one layer in full. Logits are kept in float32 with their gradient.
+    """
+    config = model.config.get_text_config()
+    share = layout.shard * layout.tensor
+    rows = run.train.batch_size * run.train.block_size
+    width = 2 if run.train.precision == "bf16" else 4
+    a_layer = rows * config.hidden_size * 17 * width / layout.tensor
+    layers = config.num_hidden_layers
+    kept = (
+        a_layer + layers * rows * config.hidden_size * width
+        if run.train.gradient_checkpointing
+        else layers * a_layer
+    )
+    slots = 1 if run.optim.optimizer == "muon" else 2
+    parts = {
+        "weights": 4 * total / share,
+        "gradients": 4 * trained / share,
+        "optimiser": 4 * slots * trained / share,
+        "activations": kept,
+        "logits": rows * config.vocab_size * (8 + width),
+    }
+    return {**parts, "together": sum(parts.values())}
+
+
+def two_layers(config: Any, attn: str | None, device: torch.device) -> Any:
+    """A model of the same kind with random weights and its first two layers."""
+    config = copy.deepcopy(config)
+    inner = config.get_text_config()
+    layers = inner.num_hidden_layers
+    for name, value in list(vars(inner).items()):
+        if isinstance(value, list) and len(value) == layers:
+            setattr(inner, name, value[:LAYERS])
+    inner.num_hidden_layers = min(LAYERS, layers)
+    section = getattr(inner, "hf_sigmoid", None)
+    if section and section.get("layers"):
+        kept = [i for i in section["layers"] if i < inner.num_hidden_layers]
+        section["layers"] = kept or [0]
+    return from_config(config, attn, device)
+
+
+def one_step(training: Any, model: Any) -> str:
+    """Train the cut by one step of this very run; its loss and how long it took."""
+    run = training.run
+    groups = optimization.parameter_groups(model, run, training.query_key_names(model))
+    optimizer = optimization.make_optimizer(groups, run)
+    batches = step_batches(
+        training.packer, rank=training.rank, ranks=training.ranks,
+        batch_size=run.train.batch_size, grad_accumulation=run.train.grad_accumulation,
+    )  # fmt: skip
+    started = time.perf_counter()
+    loss, norm = training.loss_and_gradients(model, batches)
+    optimizer.step()
+    seconds = time.perf_counter() - started
+    return (
+        f"one step of {model.config.get_text_config().num_hidden_layers} layers with random "
+        f"weights: loss {loss:.4f}, gradient norm {norm:.4g}, {seconds:.2f} s"
+    )

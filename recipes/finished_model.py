@@ -1,0 +1,113 @@
+"""What a finished run leaves: a folder that `from_pretrained` loads, with a card that says how."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import checkpointing
+import resuming
+import run_config
+from huggingface_hub import ModelCardData
+
+from hf_sigmoid.conversions import embedded
+from hf_sigmoid.conversions.folding import FILE as FOLDED
+from hf_sigmoid.conversions.revert import REPORT
+from hf_sigmoid.registration import FUNCTIONS
+
+ADAPTER = "adapter"
+PLACES = ("model", "output_dir", "data.path", "data.mixture", "evaluate.path")
+
+
+def write(training: Any) -> None:
+    """`final/`: every process calls it; weights that are divided are gathered."""
+    checkpointing.publish(
+        training.final,
+        lambda folder: _fill(training, folder),
+        main=training.main,
+        wait=training.accelerator.wait_for_everyone,
+    )
+    training.accelerator.wait_for_everyone()
+
+
+def _fill(training: Any, folder: Path) -> None:
+    model, run = training._bare_model(), training.run
+    if run.parameters == "lora":
+        if training.main:
+            model.save_pretrained(folder / ADAPTER)
+        model = model.merge_and_unload()
+    if training.main or training.layout.splits_weights:
+        checkpointing.save_whole(folder, model, main=training.main)
+    if not training.main:
+        return
+    training.tokenizer.save_pretrained(folder)
+    for name in (REPORT, FOLDED):  # what `hf-sigmoid revert` needs of a converted model
+        if (Path(run.model) / name).is_file():
+            shutil.copy2(Path(run.model) / name, folder / name)
+    record = {"step": run.steps, "skipped": training.skipped, **run_config.flat(run)}
+    checkpointing.write_text(folder / resuming.RECORD, json.dumps(record, indent=1) + "\n")
+    log = [json.loads(line) for line in training.log_lines()]
+    (folder / "README.md").write_text(card(run, model, log, training), encoding="utf-8")
+
+
+def card(run: Any, model: Any, log: list[dict[str, Any]], training: Any) -> str:
+    """`README.md`, with the front matter that the hub reads."""
+    known = run.model if not Path(run.model).exists() else None
+    base = embedded.HUB_ID if run.model == embedded.NAME else known
+    title = base or Path(run.model).resolve().name
+    attention = model.config._attn_implementation
+    data = ModelCardData(
+        base_model=base, library_name="transformers", pipeline_tag="text-generation",
+        tags=["hf-sigmoid", *([f"{attention}-attention"] if attention in FUNCTIONS else [])],
+    )  # fmt: skip
+    tokens = training.blocks_per_step * run.train.block_size
+    what = {
+        "all": "all weights", "attention": "the attention weights",
+        "log_length": "the attention row numbers alone",
+        "lora": f"adapters of rank {run.lora.rank}, merged here (`{ADAPTER}/` has them apart)",
+    }[run.parameters]  # fmt: skip
+    lines = [
+        f"# {title}, pretrained on with {attention} attention",
+        f"{run.steps:,} steps of {tokens:,} tokens, {run.steps * tokens:,} in all; trained: "
+        f"{what}. Text: {training.corpus.describe()} (fingerprint "
+        f"`{training.corpus.fingerprint[:16]}`).",
+        _results(log),
+        f"""```python
+{"import hf_sigmoid" if attention in FUNCTIONS else ""}
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{training.final.name}")
+```""".replace("python\n\n", "python\n"),
+        "Keys of the run:",
+        "```yaml\n" + _keys(run) + "```",
+    ]
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, lines)) + "\n"
+
+
+def _results(log: list[dict[str, Any]]) -> str:
+    """Held-out loss and needles before and after, and what was skipped."""
+    before, after = (log[0].get("before") or {}), log[-1]
+    rows = [
+        (f"{label} `{name}`", before.get(kind, {}).get(name), value)
+        for kind, label in (("held_out", "loss (nats a token) on"), ("needle", "needles found at"))
+        for name, value in after.get(kind, {}).items()
+    ]
+    table = ["| held out | before | after |", "|---|---|---|"] if rows else []
+    table += [f"| {name} | {_shown(old)} | {_shown(new)} |" for name, old, new in rows]
+    if skipped := after.get("skipped"):
+        table += ["", f"{skipped} steps were skipped: their loss or gradient was not finite."]
+    return "\n".join(table)
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _keys(run: Any) -> str:
+    """What differs from the defaults, but for places on the machine that trained."""
+    default = run_config.flat(type(run)())
+    return "".join(
+        f"{key}: {json.dumps(value)}\n"
+        for key, value in run_config.flat(run).items()
+        if value != default[key] and key not in PLACES
+    )

@@ -1,0 +1,123 @@
+"""Held-out loss and a small needle probe while a model trains, shared out over the processes."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from errors import BadInput
+from run_keys import Watch
+
+from hf_sigmoid import text
+from hf_sigmoid.conversions.compare import token_windows
+from hf_sigmoid.conversions.haystack import Haystack
+from hf_sigmoid.conversions.needles import prompts, score_answers
+
+BUILTIN = "builtin"
+
+
+class HeldOut:
+    """Windows of text and prompts, made before the model is loaded.
+
+    Raises:
+        BadInput: a file that is missing or too short, two of one name, or no needle that fits.
+    """
+
+    def __init__(self, asked: Watch, tokenizer: Any, block_size: int, positions: int | None):
+        given = asked.path or []
+        texts = dict(map(_read, [given] if isinstance(given, str) else given))
+        if isinstance(given, list) and len(texts) < len(given):
+            raise BadInput(f"evaluate.path: expected files of different names, got {given}")
+        self.windows: dict[str, torch.Tensor] = {}
+        for name, content in texts.items():
+            try:
+                self.windows[name] = token_windows(tokenizer, content, block_size, asked.windows)
+            except ValueError as error:
+                raise BadInput(f"evaluate.path {name}: {error}") from None
+        self.prompts: dict[int, list[Any]] = {}
+        if asked.needle:
+            hay = "\n\n".join(texts.values()) if texts else text.held_out()
+            try:
+                haystack = Haystack(hay, tokenizer)
+            except ValueError as error:
+                raise BadInput(f"evaluate.needle: {error}") from None
+            self.prompts, why = prompts(haystack, asked.needle, asked.needle_samples, positions)
+            if why:
+                raise BadInput(f"evaluate.needle: {'; '.join(f'{n}: {w}' for n, w in why.items())}")
+
+    def __bool__(self) -> bool:
+        return bool(self.windows or self.prompts)
+
+    @torch.no_grad()
+    def measure(
+        self,
+        model: Any,
+        *,
+        rank: int,
+        ranks: int,
+        total: Callable[..., list[float]],
+        autocast: Callable[[], Any],
+        asked_to_stop: Callable[[], bool],
+    ) -> dict[str, Any] | None:
+        """`held_out` (nats a token, by text) and `needle` (share found, by length).
+
+        None if a process was asked to stop meanwhile: all of them leave together.
+
+        Args:
+            total: sums values over the `ranks`.
+        """
+        was_training = model.training
+        model.eval()
+        found: dict[str, Any] = {}
+        try:
+            for kind, sets, score in (
+                ("held_out", self.windows, _summed_loss),
+                ("needle", self.prompts, _needle),
+            ):
+                for name, items in sets.items():
+                    sums = [0.0, 0.0]
+                    # Every process takes part in every round: sharded weights are gathered in it.
+                    for start in range(0, len(items), ranks):
+                        mine = start + rank
+                        with autocast():
+                            values = score(model, items[min(mine, len(items) - 1)])
+                        if mine < len(items):
+                            sums = [a + b for a, b in zip(sums, values, strict=True)]
+                        if asked_to_stop():
+                            return None
+                    of, count = total(*sums)
+                    found.setdefault(kind, {})[str(name)] = of / count
+        finally:
+            model.train(was_training)
+        return found
+
+
+def _summed_loss(model: Any, window: torch.Tensor) -> tuple[float, float]:
+    ids = window[None].to(model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+    return loss.item(), float(ids.shape[1] - 1)
+
+
+def _needle(model: Any, sample: Any) -> tuple[float, float]:
+    return float(score_answers(model, [sample])[0]["correct"]), 1.0
+
+
+def _read(path: str) -> tuple[str, str]:
+    if path == BUILTIN:
+        return BUILTIN, text.held_out()
+    file = Path(path)
+    if not file.is_file():
+        raise BadInput(f"evaluate.path: no such file: {path}")
+    try:
+        return file.stem, file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"evaluate.path: {path} is not UTF-8 text: {error}") from None
+
+
+def brief(found: Sequence[tuple[str, Any]] | dict[str, Any]) -> str:
+    """For the progress line."""
+    parts = [f"{name} {math.exp(loss):.2f}" for name, loss in found.get("held_out", {}).items()]
+    parts += [f"needle {n} {share:.0%}" for n, share in found.get("needle", {}).items()]
+    return ", ".join(parts)

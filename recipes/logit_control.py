@@ -1,0 +1,139 @@
+"""Logit control in a training run: the rates of W_Q and W_K, QK-clip, and a look at attention.
+
+What each does is in `hf_sigmoid.optim` and `hf_sigmoid.monitor`; here they get their moments in a
+step and their place in a checkpoint.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpointing import write_tensors
+from errors import BadInput
+from run_keys import Optim, Run
+from safetensors.torch import load_file
+
+from hf_sigmoid import monitor, text
+from hf_sigmoid.blocks import plain_name
+from hf_sigmoid.conversions.compare import token_windows
+from hf_sigmoid.optim import Heads, QKClip, QuacK, find_heads
+from hf_sigmoid.parameters import FUNCTIONS
+
+FILE = "logit_control.safetensors"  # in a checkpoint
+PROBE = 128  # tokens of the batch whose logits are followed
+_QUACK, _HEALTH = "quack.", "health."
+
+
+class LogitControl:
+    """Heads are found in a twin without weights, so that weights may be divided later.
+
+    Raises:
+        BadInput: control is asked for of a model whose query and key projections cannot be told.
+    """
+
+    def __init__(self, optim: Optim, twin: Any):
+        self.optim = optim
+        self.heads: Heads | None = None
+        asked = [k for k in ("qk_tau", "qk_clip") if getattr(optim, k) is not None]
+        asked += ["qk_lr_scale"] if optim.qk_lr_scale != 1 else []
+        try:
+            self.heads = find_heads(twin, torch.arange(8)[None])
+        except ValueError as error:
+            if asked:
+                raise BadInput(f"optim.{asked[0]}: {error}") from error
+        attention = twin.config._attn_implementation
+        if optim.qk_clip is not None and attention not in FUNCTIONS:
+            raise BadInput(
+                f"optim.qk_clip: expected attn {' or '.join(FUNCTIONS)}, got {attention}, whose "
+                "logits nobody sees"
+            )
+        if optim.qk_lr_scale != 1 and self.heads.fused:
+            raise BadInput(
+                f"optim.qk_lr_scale: expected 1 for a model whose {self.heads.fused[0]} holds more "
+                "than queries or keys (optim.qk_tau with qk_rule=constant scales their rows alone)"
+            )
+        self.quack: QuacK | None = None
+        self.clip: QKClip | None = None
+        self.look: monitor.Health | None = None
+        self.recorder = None
+
+    def query_key_names(self, model: Any) -> set[str]:
+        """Parameters of the group `qk`: projections that are nothing else, or their adapters."""
+        if self.heads is None:
+            return set()
+        found = self.heads.projections
+        owners = {name.rpartition(".")[0] for kind in ("query", "key") for name in found[kind]}
+        names = set()
+        for name, _ in model.named_parameters():
+            parts = plain_name(name).split(".")
+            within = any(".".join(parts[:i]) in owners for i in range(1, len(parts)))
+            if within and parts[-1] != "bias":  # biases stay with the vectors that do not decay
+                names.add(name)
+        return names
+
+    def bind(self, model: Any) -> None:
+        """Turn to the model that trains, as it is before DDP wraps it."""
+        self.model = model
+        if self.heads is not None:
+            self.heads = self.heads.bind(model)
+
+    def begin(self, optimizer: Any, tokenizer: Any, run: Run) -> None:
+        optim = self.optim
+        try:
+            if optim.qk_tau is not None:
+                self.quack = QuacK(optimizer, self.heads, tau=optim.qk_tau, rule=optim.qk_rule)
+            if optim.qk_clip is not None:
+                self.clip = QKClip(self.heads, threshold=optim.qk_clip)
+        except ValueError as error:
+            raise BadInput(f"optim.qk_tau or qk_clip: {error}") from error
+        if run.evaluate.health_every:
+            length = min(PROBE, run.train.block_size)
+            ids = token_windows(tokenizer, text.held_out(), length, 1)
+            self.look = monitor.Health(self.model, ids.to(next(self.model.parameters()).device))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While it lasts, the largest logits are noted, if QK-clip needs them."""
+        if self.clip is None:
+            yield
+            return
+        with monitor.record(self.model) as self.recorder:
+            yield
+
+    def after_step(self, lr: float) -> dict[str, Any]:
+        """Clip; what to log of the control."""
+        values: dict[str, Any] = {}
+        if self.quack is not None:
+            values["qk_lr"] = [lr * share for share in self.quack.range]
+        if self.clip is not None:
+            maxima = monitor.all_reduce_max(self.recorder.max_logits())
+            values["clipped_heads"] = self.clip.clip(maxima)
+            values["max_logit"] = max(float(each.max()) for each in maxima.values())
+        return values
+
+    def health(self) -> dict[str, Any]:
+        return monitor.summary(self.look.measure())
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """For a checkpoint; every process must ask."""
+        state = {}
+        if self.quack is not None:
+            state |= {_QUACK + key: tensor for key, tensor in self.quack.state_dict().items()}
+        if self.look is not None:
+            state |= {_HEALTH + key: tensor for key, tensor in self.look.state_dict().items()}
+        return state
+
+    def write(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
+        if state:
+            write_tensors(folder / FILE, {key: t.contiguous() for key, t in state.items()})
+
+    def load(self, folder: Path) -> None:
+        if not (folder / FILE).is_file():
+            return
+        state = load_file(folder / FILE)
+        for prefix, part in ((_QUACK, self.quack), (_HEALTH, self.look)):
+            if part is not None:
+                own = {k.removeprefix(prefix): t for k, t in state.items() if k.startswith(prefix)}
+                part.load_state_dict(own)

@@ -1,0 +1,237 @@
+"""How the processes of a run divide weights, heads and rows.
+
+`accelerate launch` says it (its YAML files: recipes/accelerate/). Data parallel is torch's DDP; the
+weights are sharded (FSDP2) and heads split (tensor parallel) by transformers' own plans while the
+checkpoint is read, so no process ever holds a whole model and every architecture's plan knows
+where the attention row numbers belong.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from errors import BadInput
+from transformers.distributed.configuration_utils import DistributedConfig
+
+SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_FSDP, _SIZES = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of each way to divide, their product the number of processes; tensor innermost."""
+
+    rank: int = 0
+    replicate: int = 1  # copies of the model
+    shard: int = 1  # FSDP2: processes that share one copy
+    tensor: int = 1  # processes that share every layer's heads and features
+    fsdp: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.replicate * self.shard * self.tensor
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of processes that read rows of their own."""
+        return self.world // self.tensor
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tensor
+
+    @property
+    def splits_weights(self) -> bool:
+        return self.fsdp or self.tensor > 1
+
+    def distributed_config(self) -> DistributedConfig | None:
+        """What transformers is told; None: every process loads the whole model."""
+        if not self.splits_weights:
+            return None
+        return DistributedConfig(
+            tp_size=self.tensor,
+            fsdp_size=self.shard,
+            dp_replicate_size=self.replicate,
+            tp_plan="auto" if self.tensor > 1 else None,
+            fsdp_cpu_offload=os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true",
+        )
+
+    def __str__(self) -> str:
+        if not self.splits_weights:
+            return "one process" if self.world == 1 else f"data parallel on {self.world} processes"
+        sizes = {"copies": self.replicate, "FSDP2": self.shard, "tensor": self.tensor}
+        return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+
+def begin(precision: str, *, splits: bool = True, **options: Any) -> tuple[Accelerator, Layout]:
+    """The accelerator, and the layout that its launcher asks for.
+
+    Args:
+        precision: "fp32", or "bf16" for autocast.
+        splits: whether this recipe can train a model whose weights are divided.
+        options: more of Accelerator's.
+
+    Raises:
+        BadInput: a layout that would compute something else, or that is not served here.
+    """
+    # One process may train twice, with another precision.
+    AcceleratorState._reset_state()
+    # Sharding is transformers' part: accelerate would do it once more.
+    with _without(_FSDP, _SIZES):
+        accelerator = Accelerator(
+            mixed_precision={"fp32": "no", "bf16": "bf16"}[precision], **options
+        )
+    layout = _layout(accelerator)
+    if layout.splits_weights and not splits:
+        raise BadInput(f"this recipe runs on one process or data parallel, got {layout} processes")
+    return accelerator, layout
+
+
+def _layout(accelerator: Accelerator) -> Layout:
+    world, rank = accelerator.num_processes, accelerator.process_index
+    if accelerator.distributed_type not in SERVED:
+        raise BadInput(
+            "expected one process, DDP, FSDP2 or tensor parallelism, got accelerate's "
+            f"{accelerator.distributed_type.value}"
+        )
+    fsdp = os.environ.get(_FSDP, "false").lower() == "true"
+    if fsdp and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise BadInput(
+            "accelerate's fsdp_version: expected 2, got "
+            f"{os.environ.get('FSDP_VERSION', '1')}: version 1 flattens the row numbers away"
+        )
+    asked = os.environ.get(_SIZES, "false").lower() == "true"
+    sizes = ParallelismConfig() if asked else ParallelismConfig(1, 1, 1, 1, sp_size=1)
+    if sizes.sp_size > 1 or sizes.cp_size > 1:
+        name, size = max(("cp_size", sizes.cp_size), ("sp_size", sizes.sp_size), key=lambda s: s[1])
+        raise BadInput(
+            f"parallelism_config_{name}: expected 1, got {size}: accelerate splits the sequence "
+            "for softmax only; each process would attend to its own keys and count only those"
+        )
+    tensor = sizes.tp_size
+    shard = sizes.dp_shard_size if asked and sizes.dp_shard_size > 1 else 1
+    if fsdp and shard == 1:
+        shard = world // (sizes.dp_replicate_size * tensor)
+    if shard > 1 and not fsdp:
+        raise BadInput(
+            f"parallelism_config_dp_shard_size {shard}: expected FSDP2 beside it (distributed_type "
+            "FSDP, fsdp_version 2), got a launch without"
+        )
+    replicate = max(1, world // (shard * tensor))
+    if replicate * shard * tensor != world:
+        raise BadInput(
+            f"expected as many processes as dp_shard {shard} × tp {tensor} (× copies), got {world}"
+        )
+    if tensor > 1 and replicate > 1 and not fsdp:
+        raise BadInput(
+            f"parallelism_config_tp_size {tensor} on {world} processes: expected {tensor} "
+            "processes, or FSDP2 beside it: copies of a split model are not kept equal"
+        )
+    return Layout(rank, replicate, shard, tensor, fsdp)
+
+
+@contextmanager
+def _without(*names: str) -> Iterator[None]:
+    """The environment without some variables."""
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of which each process may hold a part; every process must ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of it that is here."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def divided_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, known to every process, laid out as a parameter of its shape is."""
+    if not hasattr(parameter, "placements"):
+        return tensor.to(parameter.device)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    known = DTensor.from_local(
+        tensor.to(parameter.device), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    return known.redistribute(placements=parameter.placements)
+
+
+@contextmanager
+def without_reduction(model: Any, *, last: bool) -> Iterator[None]:
+    """Backward passes whose gradients stay here until the `last` one of a step."""
+    if last:
+        yield
+    elif hasattr(model, "no_sync"):  # DDP
+        with model.no_sync():
+            yield
+    elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        yield
+
+
+def tie_again(model: Any) -> None:
+    """Let the output embedding read the input embedding's shards where the two are one weight.
+
+    transformers 5.24 shards a model before it ties its weights. The head keeps shards of its own
+    then, which are read and never updated: the model would train on a head that stands still.
+
+    Raises:
+        BadInput: FSDP2 does not let itself be told, or the two are still two.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return
+    places: dict[Any, tuple[Any, Any]] = {}  # module of a weight -> its record, and their group
+    try:
+        states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+        for state in states:
+            for group in state._fsdp_param_groups:
+                for record in group.fsdp_params:
+                    places[record._module_info.module] = (record, group)
+        (owner, _), (stray, group) = places[embedding], places[head]
+        group.fsdp_params.remove(stray)
+        owner._module_info.shared_modules.append(head)
+        owner._module_info.shared_param_names.append("weight")
+        for state in states:
+            if not group.fsdp_params and group in state._fsdp_param_groups:
+                state._fsdp_param_groups.remove(group)
+    except (AttributeError, KeyError) as error:
+        raise BadInput(
+            f"{type(model).__name__} ties its embeddings, which this release of torch does not "
+            f"let FSDP2 share ({type(error).__name__}: {error}): use DDP"
+        ) from error
+
+
+def reshard(model: Any) -> None:
+    """Let go of weights that FSDP2 keeps gathered: after a step, they are the old ones.
+
+    After a forward pass without a backward one they also stand in the place of the sharded ones,
+    which optimisers and checkpoints mean.
+    """
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+def norm_and_clip(accelerator: Accelerator, parameters: list, limit: float) -> float:
+    """The norm of all gradients, wherever they are, clipped to the limit."""
+    return float(whole(accelerator.clip_grad_norm_(parameters, limit)))

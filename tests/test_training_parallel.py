@@ -1,0 +1,220 @@
+"""continue_pretrain.py on two gloo processes: DDP, FSDP2, tensor parallelism, and both."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+from training_runs import RECIPES, arguments, launch, lines, losses
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import checkpointing  # isort: skip
+import continue_pretrain  # isort: skip
+import parallel  # isort: skip
+from errors import BadInput  # isort: skip
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+SIZES = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+TENSOR = {**SIZES, "PARALLELISM_CONFIG_TP_SIZE": "2"}
+BOTH = {**FSDP, **TENSOR, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+
+# Of one process with the same blocks; two halves of a batch, or one that is split by heads.
+DIVIDED = {"train.batch_size": 2, "train.grad_accumulation": 2}
+WHOLE = {"train.batch_size": 4, "train.grad_accumulation": 2}
+WAYS = {
+    "ddp": ({}, 2, DIVIDED),
+    "fsdp": (FSDP, 2, DIVIDED),
+    "fsdp-sharded": (FSDP, 2, {**DIVIDED, "checkpoint.state": "sharded"}),
+    "tensor": (TENSOR, 2, WHOLE),
+    "tensor-sharded": (TENSOR, 2, {**WHOLE, "checkpoint.state": "sharded"}),
+    "fsdp-tensor": (BOTH, 4, DIVIDED),
+}
+KEYS = {
+    "attn": "ssmax", "train.steps": 5, "checkpoint.every": 2, "data.streams": 2,
+    "optim.qk_tau": 1.0, "optim.qk_clip": 2.0, "evaluate.path": "builtin", "evaluate.every": 2,
+    "evaluate.windows": 3, "evaluate.needle": "[250]", "evaluate.health_every": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model(request, tiny, tmp_path_factory) -> str:
+    """Without dropout, which draws by shape; with and without one weight for both embeddings."""
+    folder = tmp_path_factory.mktemp("model")
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.config.attention_dropout = 0.0
+    if not request.param:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 0.5)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(model, corpus_file, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("alone") / "out"
+    continue_pretrain.main(arguments(model, corpus_file, out, **KEYS, **WHOLE))
+    return out
+
+
+def followed(out: Path) -> list[list[float]]:
+    """Numbers of every step: of the training, the control, the evaluation and the health."""
+    rows = []
+    for line in lines(out):
+        row = [line["loss"], line["grad_norm"], *line["qk_lr"], line["max_logit"]]
+        row += [line["clipped_heads"], *line.get("held_out", {}).values()]
+        row += line.get("needle", {}).values()
+        for figures in line.get("health", {}).values():
+            row += [-1 if value is None else value for value in figures]
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_divided_run_is_the_run_of_one_process_and_resumes(
+    model, alone, corpus_file, tmp_path, way
+):
+    environment, processes, keys = WAYS[way]
+    argv = arguments(model, corpus_file, tmp_path, **KEYS, **keys)
+    launch(argv, processes=processes, **environment)
+    assert followed(tmp_path) == [pytest.approx(row, rel=2e-4, abs=2e-5) for row in followed(alone)]
+    whole = followed(tmp_path)
+    ours, theirs = (load_file(out / "final" / "model.safetensors") for out in (tmp_path, alone))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
+    (tmp_path / "final").rename(tmp_path / "finished")
+
+    # From step 4 on once more, to the last bit.
+    said = launch(argv, processes=processes, **environment)
+    assert "resuming after step 4 of 5" in said
+    assert followed(tmp_path) == whole
+    again, before = (load_file(tmp_path / n / "model.safetensors") for n in ("final", "finished"))
+    assert all(torch.equal(again[name], before[name]) for name in again | before)
+
+
+def test_a_whole_state_fits_every_layout_and_a_sharded_one_its_own(
+    tiny, corpus_file, tmp_path, capsys
+):
+    keys = {"attn": "ssmax", "train.steps": 4, "checkpoint.every": 2, "data.streams": 2}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    launch(arguments(tiny, corpus_file, whole, **keys, **DIVIDED), **FSDP)
+    continue_pretrain.main(
+        arguments(tiny, corpus_file, whole, **{**keys, "train.steps": 5}, **WHOLE)
+    )
+    assert "resuming after step 4" in capsys.readouterr().out and len(losses(whole)) == 5
+
+    sharded = {**keys, "checkpoint.state": "sharded"}
+    launch(arguments(tiny, corpus_file, parts, **sharded, **DIVIDED), **FSDP)
+    kept = sorted(p.name for p in (parts / "checkpoints" / "step_00000004").glob("part_*"))
+    assert kept == ["part_00000.safetensors", "part_00001.safetensors"]
+    assert not (parts / "checkpoints" / "step_00000004" / "model" / "model.safetensors").exists()
+    with pytest.raises(
+        BadInput, match=r"sharded state: expected the layout .* FSDP2 2, got one pro"
+    ):
+        continue_pretrain.main(
+            arguments(tiny, corpus_file, parts, **{**keys, "train.steps": 5}, **WHOLE)
+        )
+
+
+def test_a_signal_to_one_process_saves_the_same_step_of_all(tiny, corpus_file, tmp_path):
+    import psutil
+
+    keys = {"train.steps": 10**6, "checkpoint.every": 0, "optim.lr": 1e-5}
+    argv = arguments(tiny, corpus_file, tmp_path / "out", **keys)
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+        "--main_process_port", "0", "--num_machines", "1", "--mixed_precision", "no",
+        str(RECIPES / "continue_pretrain.py"), *argv,
+    ]  # fmt: skip
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        log = tmp_path / "out" / "log.jsonl"
+        until = time.monotonic() + 120
+        while not (log.exists() and log.read_text().count("\n") > 3):
+            assert time.monotonic() < until and run.poll() is None
+            time.sleep(0.2)
+        workers = [
+            child for child in psutil.Process(run.pid).children(recursive=True)
+            if "continue_pretrain.py" in " ".join(child.cmdline())
+        ]  # fmt: skip
+        assert len(workers) == 2
+        workers[1].send_signal(signal.SIGUSR1)
+        _, errors = run.communicate(timeout=120)
+    finally:
+        run.kill()
+    assert run.returncode == 0, errors[-3000:]
+    saved = checkpointing.latest(tmp_path / "out" / "checkpoints")
+    assert saved.step == len(losses(tmp_path / "out")) and set(saved.manifest["packer"]) == {
+        "0",
+        "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "environment", "says"),
+    [
+        (
+            2,
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"},
+            "fsdp_version: expected 2, got 1",
+        ),
+        (2, {**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "parallelism_config_cp_size: expected 1"),
+        (2, {**SIZES, "PARALLELISM_CONFIG_SP_SIZE": "2"}, "parallelism_config_sp_size: expected 1"),
+        (4, TENSOR, "tp_size 2 on 4 processes: expected 2 processes, or FSDP2"),
+        (2, {**SIZES, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "expected FSDP2 beside it"),
+        (6, {**BOTH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "as many processes as"),
+    ],
+)
+def test_a_layout_that_would_be_wrong_is_refused(monkeypatch, world, environment, says):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    accelerator = SimpleNamespace(
+        num_processes=world, process_index=0, distributed_type=DistributedType.MULTI_GPU
+    )
+    with pytest.raises(BadInput) as error:
+        parallel._layout(accelerator)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("world", "environment", "expected"),
+    [
+        (1, {}, "one process"),
+        (8, {}, "data parallel on 8 processes"),
+        (8, FSDP, "FSDP2 8"),
+        (8, TENSOR | FSDP, "FSDP2 4 × tensor 2"),
+        (8, BOTH, "copies 2 × FSDP2 2 × tensor 2"),
+        (2, TENSOR, "tensor 2"),
+    ],
+)
+def test_a_layout_is_what_the_launcher_says(monkeypatch, world, environment, expected):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    accelerator = SimpleNamespace(
+        num_processes=world, process_index=5 % world, distributed_type=DistributedType.MULTI_GPU
+    )
+    layout = parallel._layout(accelerator)
+    assert str(layout) == expected and layout.world == world
+    assert layout.data_rank == (5 % world) // layout.tensor
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"lora.rank": 2}, "lora.rank: expected one process or data parallel with adapters"),
+        ({"optim.optimizer": "muon"}, "optim.optimizer: expected adamw with FSDP2"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(tiny, corpus_file, tmp_path, keys, says):
+    with pytest.raises(AssertionError, match=says):
+        launch(arguments(tiny, corpus_file, tmp_path / "out", **keys), **FSDP)
+    assert not (tmp_path / "out").exists()
