@@ -185,7 +185,7 @@ class Layout:
         if positions is self.checked:
             return
         expected = self.positions
-        rows = {positions.shape[0], expected.shape[0]} - {1}
+        rows = {*positions.shape[:1], expected.shape[0]} - {1}
         if positions.dim() != 2 or positions.shape[1] != expected.shape[1] or len(rows) > 1:
             raise ValueError(
                 f"{name} must be given position_ids {list(expected.shape)}, this process's part of "

@@ -13,6 +13,8 @@ the step.
 import argparse
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,8 @@ from speed import Speed
 from stop_signal import StopSignal
 from tqdm import tqdm
 
-import hf_sigmoid  # noqa: F401 (registers the attention functions)
+import hf_sigmoid
+from hf_sigmoid.context_parallel import check_model, context_parallel, split
 from hf_sigmoid.conversions.embedded import checkpoint as resolve
 
 
@@ -77,6 +80,7 @@ class Training(Loop):
             source = resolve(run.model)
         check_weights(source)
         self.twin = twin(source, run.attn)
+        self.context_group = self.layout.context_group()
         self._refuse_what_cannot_be_divided()
         self._tokenize(source)
         self._count_steps()
@@ -103,10 +107,22 @@ class Training(Loop):
         return final
 
     def _refuse_what_cannot_be_divided(self) -> None:
-        if self.layout.splits_weights and self.run.parameters == "lora":
+        run, layout = self.run, self.layout
+        divided = layout.splits_weights or layout.context > 1
+        if divided and run.parameters == "lora":
             raise BadInput(
-                f"lora.rank: expected one process or data parallel with adapters, got {self.layout}"
+                f"lora.rank: expected one process or data parallel with adapters, got {layout}"
             )
+        if layout.context > 1:
+            if run.train.block_size % layout.context:
+                raise BadInput(
+                    f"train.block_size: expected a multiple of the {layout.context} processes that "
+                    f"share a row, got {run.train.block_size}"
+                )
+            try:
+                check_model(self.twin)
+            except hf_sigmoid.Unsupported as error:
+                raise BadInput(f"parallelism_config_cp_size {layout.context}: {error}") from error
         if self.run.checkpoint.state == "sharded" and not self.layout.splits_weights:
             raise BadInput(
                 "checkpoint.state: expected full where no weights are divided, got sharded on "
@@ -171,12 +187,13 @@ class Training(Loop):
         whole = saved is not None and run.parameters != "lora" and not self._in_parts()
         config = self.layout.distributed_config()
         # Weights stay in fp32: precision=bf16 is autocast, and small updates are not rounded away.
-        model = load_model(
-            str(saved) if whole else source,
-            dtype=torch.float32,
-            attn=run.attn,
-            **({"distributed_config": config} if config else {}),
-        )
+        with parallel.transformers_shards():
+            model = load_model(
+                str(saved) if whole else source,
+                dtype=torch.float32,
+                attn=run.attn,
+                **({"distributed_config": config} if config else {}),
+            )
         if self.layout.fsdp:
             parallel.tie_again(model)
         if config is None:
@@ -305,7 +322,8 @@ class Training(Loop):
         """One update. The values to log, and whether any process was asked to stop."""
         run, started = self.run, time.perf_counter()
         # Dropout's numbers follow from the step, so there is no generator state to save.
-        set_seed(((run.seed * 1_000_003 + step) * 4099 + self.rank) % 2**32)
+        own = self.layout.averaged_rank
+        set_seed(((run.seed * 1_000_003 + step) * 4099 + own) % 2**32)
         place = self.packer.state()
         batches = step_batches(
             self.packer, rank=self.rank, ranks=self.ranks,
@@ -347,15 +365,29 @@ class Training(Loop):
         predicted = max(1, int(self._sum(predicted_tokens(batches))[0]))
         total = 0.0
         for number, batch in enumerate(batches, 1):
-            with parallel.without_reduction(model, last=number == len(batches)):
+            with (
+                parallel.without_reduction(model, last=number == len(batches)),
+                self._shared_rows(batch) as part,
+            ):
                 with self.accelerator.autocast():
-                    loss = _summed_cross_entropy(model, batch, self.accelerator.device)
+                    loss = _summed_cross_entropy(model, part)
                 # Gradients are averaged over the processes; this loss is their sum.
-                (loss * (self.ranks / predicted)).backward()
+                (loss * (self.layout.averaged / predicted)).backward()
             total += loss.item()
         parameters = [p for p in model.parameters() if p.requires_grad]
         norm = parallel.norm_and_clip(self.accelerator, parameters, self.run.optim.clip or math.inf)
-        return self._sum(total)[0] / predicted, norm
+        return self._sum(total, of_parts=True)[0] / predicted, norm
+
+    @contextmanager
+    def _shared_rows(self, batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        """This process's part of a batch, on its device, while attention sees whole rows."""
+        batch = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
+        if self.layout.context == 1:
+            yield batch
+            return
+        group = self.context_group
+        with context_parallel(self._bare_model(), group, batch["position_ids"]):
+            yield {name: split(tensor, group) for name, tensor in batch.items()}
 
     def _skip(self, step: int, loss: float, grad_norm: float, place: dict) -> dict[str, Any]:
         """No update of any process; what to log of it."""
@@ -425,10 +457,7 @@ class Training(Loop):
         return self.accelerator.unwrap_model(self.model)
 
 
-def _summed_cross_entropy(
-    model: Any, batch: dict[str, torch.Tensor], device: torch.device
-) -> torch.Tensor:
-    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+def _summed_cross_entropy(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     # Without a mask and a cache, transformers reads the documents off position_ids.
     logits = model(
         input_ids=batch["input_ids"],

@@ -147,13 +147,17 @@ class Loop:
         )
         self.accelerator.wait_for_everyone()
 
-    def _sum(self, *values: float) -> list[float]:
-        """Values summed over the processes that read rows of their own, in float64."""
+    def _sum(self, *values: float, of_parts: bool = False) -> list[float]:
+        """Values summed over the processes that read rows of their own, in float64.
+
+        Processes that share rows have the same values, unless these are `of_parts` of the rows.
+        """
         # On CPU first: some accelerators have no float64.
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.layout.world > 1:
             tensor = self.accelerator.reduce(tensor.to(self.accelerator.device), "sum")
-            tensor = tensor / self.layout.tensor  # whose processes all have the same rows
+            shared = self.layout.tensor * (1 if of_parts else self.layout.context)
+            tensor = tensor / shared
         return tensor.tolist()
 
     def _everywhere(self, value: Any) -> list[Any]:

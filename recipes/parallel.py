@@ -22,6 +22,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _FSDP, _SIZES = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
+_OFFLOAD, _RECOMPUTE = "FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING"
 
 
 @dataclass(frozen=True)
@@ -30,22 +31,42 @@ class Layout:
 
     rank: int = 0
     replicate: int = 1  # copies of the model
-    shard: int = 1  # FSDP2: processes that share one copy
+    shard: int = 1  # FSDP2: processes that share one copy and read rows of their own
+    context: int = 1  # processes that share the tokens of their rows, and with FSDP2 the copy too
     tensor: int = 1  # processes that share every layer's heads and features
     fsdp: bool = False
 
     @property
     def world(self) -> int:
-        return self.replicate * self.shard * self.tensor
+        return self.replicate * self.shard * self.context * self.tensor
 
     @property
     def data_ranks(self) -> int:
         """Groups of processes that read rows of their own."""
-        return self.world // self.tensor
+        return self.replicate * self.shard
 
     @property
     def data_rank(self) -> int:
+        return self.rank // (self.context * self.tensor)
+
+    @property
+    def averaged(self) -> int:
+        """Processes over which DDP or FSDP2 averages gradients."""
+        return self.world // self.tensor
+
+    @property
+    def averaged_rank(self) -> int:
         return self.rank // self.tensor
+
+    def context_group(self) -> Any:
+        """The processes that share rows with this one; every process must ask."""
+        if self.context == 1:
+            return None
+        own = None
+        for first in range(0, self.world, self.context):
+            group = torch.distributed.new_group(range(first, first + self.context))
+            own = group if first <= self.rank < first + self.context else own
+        return own
 
     @property
     def splits_weights(self) -> bool:
@@ -57,17 +78,23 @@ class Layout:
             return None
         return DistributedConfig(
             tp_size=self.tensor,
-            fsdp_size=self.shard,
+            fsdp_size=self.shard * self.context,
             dp_replicate_size=self.replicate,
             tp_plan="auto" if self.tensor > 1 else None,
-            fsdp_cpu_offload=os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true",
+            fsdp_cpu_offload=_is_set(_OFFLOAD),
         )
 
     def __str__(self) -> str:
-        if not self.splits_weights:
-            return "one process" if self.world == 1 else f"data parallel on {self.world} processes"
-        sizes = {"copies": self.replicate, "FSDP2": self.shard, "tensor": self.tensor}
-        return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        if self.world == 1:
+            return "one process"
+        sizes = {
+            "copies": self.replicate, "FSDP2": self.shard if self.fsdp else 1,
+            "context": self.context, "tensor": self.tensor,
+        }  # fmt: skip
+        sizes = {name: size for name, size in sizes.items() if size > 1}
+        if sizes.keys() == {"copies"}:
+            return f"data parallel on {self.world} processes"
+        return " × ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def begin(precision: str, *, splits: bool = True, **options: Any) -> tuple[Accelerator, Layout]:
@@ -83,13 +110,12 @@ def begin(precision: str, *, splits: bool = True, **options: Any) -> tuple[Accel
     """
     # One process may train twice, with another precision.
     AcceleratorState._reset_state()
-    # Sharding is transformers' part: accelerate would do it once more.
-    with _without(_FSDP, _SIZES):
+    with transformers_shards():
         accelerator = Accelerator(
             mixed_precision={"fp32": "no", "bf16": "bf16"}[precision], **options
         )
     layout = _layout(accelerator)
-    if layout.splits_weights and not splits:
+    if (layout.splits_weights or layout.context > 1) and not splits:
         raise BadInput(f"this recipe runs on one process or data parallel, got {layout} processes")
     return accelerator, layout
 
@@ -101,50 +127,68 @@ def _layout(accelerator: Accelerator) -> Layout:
             "expected one process, DDP, FSDP2 or tensor parallelism, got accelerate's "
             f"{accelerator.distributed_type.value}"
         )
-    fsdp = os.environ.get(_FSDP, "false").lower() == "true"
+    fsdp = _is_set(_FSDP)
     if fsdp and os.environ.get("FSDP_VERSION", "1") != "2":
         raise BadInput(
             "accelerate's fsdp_version: expected 2, got "
             f"{os.environ.get('FSDP_VERSION', '1')}: version 1 flattens the row numbers away"
         )
-    asked = os.environ.get(_SIZES, "false").lower() == "true"
-    sizes = ParallelismConfig() if asked else ParallelismConfig(1, 1, 1, 1, sp_size=1)
-    if sizes.sp_size > 1 or sizes.cp_size > 1:
-        name, size = max(("cp_size", sizes.cp_size), ("sp_size", sizes.sp_size), key=lambda s: s[1])
+    if fsdp and _is_set(_RECOMPUTE):
         raise BadInput(
-            f"parallelism_config_{name}: expected 1, got {size}: accelerate splits the sequence "
-            "for softmax only; each process would attend to its own keys and count only those"
+            "fsdp_activation_checkpointing: expected false, got true: use "
+            "train.gradient_checkpointing"
         )
-    tensor = sizes.tp_size
+    asked = _is_set(_SIZES)
+    sizes = ParallelismConfig() if asked else ParallelismConfig(1, 1, 1, 1, sp_size=1)
+    if sizes.sp_size > 1:
+        raise BadInput(
+            f"parallelism_config_sp_size: expected 1, got {sizes.sp_size}: Ulysses is of softmax "
+            "kernels (parallelism_config_cp_size divides rows for sigmoid and ssmax)"
+        )
+    context, tensor = sizes.cp_size, sizes.tp_size
+    if context > 1 and tensor > 1:
+        raise BadInput(
+            f"parallelism_config_cp_size {context}: expected 1 with tp_size {tensor}: the two are "
+            "not served together"
+        )
     shard = sizes.dp_shard_size if asked and sizes.dp_shard_size > 1 else 1
     if fsdp and shard == 1:
-        shard = world // (sizes.dp_replicate_size * tensor)
+        shard = max(1, world // (sizes.dp_replicate_size * context * tensor))
     if shard > 1 and not fsdp:
         raise BadInput(
             f"parallelism_config_dp_shard_size {shard}: expected FSDP2 beside it (distributed_type "
             "FSDP, fsdp_version 2), got a launch without"
         )
-    replicate = max(1, world // (shard * tensor))
-    if replicate * shard * tensor != world:
+    replicate = max(1, world // (shard * context * tensor))
+    if replicate * shard * context * tensor != world:
         raise BadInput(
-            f"expected as many processes as dp_shard {shard} × tp {tensor} (× copies), got {world}"
+            f"expected as many processes as dp_shard {shard} × cp {context} × tp {tensor} "
+            f"(× copies), got {world}"
         )
     if tensor > 1 and replicate > 1 and not fsdp:
         raise BadInput(
             f"parallelism_config_tp_size {tensor} on {world} processes: expected {tensor} "
             "processes, or FSDP2 beside it: copies of a split model are not kept equal"
         )
-    return Layout(rank, replicate, shard, tensor, fsdp)
+    return Layout(rank, replicate, shard, context, tensor, fsdp)
 
 
 @contextmanager
-def _without(*names: str) -> Iterator[None]:
-    """The environment without some variables."""
-    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+def transformers_shards() -> Iterator[None]:
+    """Hide the launcher's wish for shards from accelerate, which would do it a second time.
+
+    And from `from_pretrained`, which would leave all but one process without weights then, for
+    accelerate to send them later.
+    """
+    hidden = {name: os.environ.pop(name) for name in (_FSDP, _SIZES) if name in os.environ}
     try:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() == "true"
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

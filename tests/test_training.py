@@ -708,3 +708,11 @@ def test_a_dry_run_says_what_would_be_done(tiny, corpus_file, tmp_path, capsys, 
 def test_qk_clip_needs_logits_that_are_seen(tiny, corpus_file, tmp_path):
     with pytest.raises(BadInput, match=r"optim\.qk_clip: expected attn sigmoid or ssmax, got sdpa"):
         continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **{"optim.qk_clip": 9}))
+
+
+def test_a_run_that_is_killed_at_random_moments_is_the_run_that_was_not(monkeypatch):
+    """Three moments here; `python tests/kills.py --kills 50` takes fifty."""
+    import kills
+
+    counts = kills.main(["--kills", "3", "--seed", "1"])
+    assert counts["kills"] == 3

@@ -20,10 +20,15 @@ import continue_pretrain  # isort: skip
 import parallel  # isort: skip
 from errors import BadInput  # isort: skip
 
-FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+# With what `accelerate config` writes besides: loading on one process alone is accelerate's way.
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}  # fmt: skip
 SIZES = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 TENSOR = {**SIZES, "PARALLELISM_CONFIG_TP_SIZE": "2"}
 BOTH = {**FSDP, **TENSOR, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+
+CONTEXT = {**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}
 
 # Of one process with the same blocks; two halves of a batch, or one that is split by heads.
 DIVIDED = {"train.batch_size": 2, "train.grad_accumulation": 2}
@@ -35,6 +40,8 @@ WAYS = {
     "tensor": (TENSOR, 2, WHOLE),
     "tensor-sharded": (TENSOR, 2, {**WHOLE, "checkpoint.state": "sharded"}),
     "fsdp-tensor": (BOTH, 4, DIVIDED),
+    "context": (CONTEXT, 2, WHOLE),
+    "fsdp-context": ({**FSDP, **CONTEXT}, 4, DIVIDED),
 }
 KEYS = {
     "attn": "ssmax", "train.steps": 5, "checkpoint.every": 2, "data.streams": 2,
@@ -167,7 +174,8 @@ def test_a_signal_to_one_process_saves_the_same_step_of_all(tiny, corpus_file, t
             {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"},
             "fsdp_version: expected 2, got 1",
         ),
-        (2, {**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "parallelism_config_cp_size: expected 1"),
+        (2, {**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use train.gradient_checkpointing"),
+        (4, {**CONTEXT, **TENSOR}, "parallelism_config_cp_size 2: expected 1 with tp_size 2"),
         (2, {**SIZES, "PARALLELISM_CONFIG_SP_SIZE": "2"}, "parallelism_config_sp_size: expected 1"),
         (4, TENSOR, "tp_size 2 on 4 processes: expected 2 processes, or FSDP2"),
         (2, {**SIZES, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "expected FSDP2 beside it"),
@@ -194,6 +202,9 @@ def test_a_layout_that_would_be_wrong_is_refused(monkeypatch, world, environment
         (8, TENSOR | FSDP, "FSDP2 4 × tensor 2"),
         (8, BOTH, "copies 2 × FSDP2 2 × tensor 2"),
         (2, TENSOR, "tensor 2"),
+        (2, CONTEXT, "context 2"),
+        (8, CONTEXT, "copies 4 × context 2"),
+        (8, CONTEXT | FSDP, "FSDP2 4 × context 2"),
     ],
 )
 def test_a_layout_is_what_the_launcher_says(monkeypatch, world, environment, expected):
@@ -204,7 +215,7 @@ def test_a_layout_is_what_the_launcher_says(monkeypatch, world, environment, exp
     )
     layout = parallel._layout(accelerator)
     assert str(layout) == expected and layout.world == world
-    assert layout.data_rank == (5 % world) // layout.tensor
+    assert layout.data_rank == (5 % world) // (layout.tensor * layout.context)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +223,48 @@ def test_a_layout_is_what_the_launcher_says(monkeypatch, world, environment, exp
     [
         ({"lora.rank": 2}, "lora.rank: expected one process or data parallel with adapters"),
         ({"optim.optimizer": "muon"}, "optim.optimizer: expected adamw with FSDP2"),
+        ({"attn": "sdpa"}, "parallelism_config_cp_size 2: .*sdpa"),
+        ({"attn": "ssmax", "train.block_size": 47}, "a multiple of the 2 processes"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(tiny, corpus_file, tmp_path, keys, says):
+    environment = CONTEXT if "attn" in keys else FSDP
     with pytest.raises(AssertionError, match=says):
-        launch(arguments(tiny, corpus_file, tmp_path / "out", **keys), **FSDP)
+        launch(arguments(tiny, corpus_file, tmp_path / "out", **keys), **environment)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "world", "layout"),
+    [
+        ("one_gpu", 1, "one process"),
+        ("ddp", 8, "data parallel on 8 processes"),
+        ("fsdp2", 8, "FSDP2 8"),
+        ("fsdp2_tp", 8, "FSDP2 4 × tensor 2"),
+        ("fsdp2_context", 8, "FSDP2 4 × context 2"),
+    ],
+)
+def test_every_yaml_of_accelerate_is_the_layout_that_it_is_named_after(
+    monkeypatch, file, world, layout
+):
+    """Through accelerate's own way from the file to the environment of a process."""
+    from accelerate.commands import launch as accelerate_launch
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    path = RECIPES / "accelerate" / f"{file}.yaml"
+    parser = accelerate_launch.launch_command_parser()
+    args, _, _ = accelerate_launch._validate_launch_command(
+        parser.parse_args(["--config_file", str(path), "script.py"])
+    )
+    assert args.num_processes == world and args.mixed_precision == "no"
+    if world == 1:
+        _, environment = prepare_simple_launcher_cmd_env(args)
+    else:
+        environment = prepare_multi_gpu_env(args)
+    for name, value in environment.items():
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_")):
+            monkeypatch.setenv(name, value)
+    accelerator = SimpleNamespace(
+        num_processes=world, process_index=0, distributed_type=DistributedType.MULTI_GPU
+    )
+    assert str(parallel._layout(accelerator)) == layout
