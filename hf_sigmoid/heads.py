@@ -89,8 +89,17 @@ def _run_without_numbers(model: PreTrainedModel, ids: Tensor) -> None:
         return query.new_empty(B, M, H, value.shape[-1]), None
 
     mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool, device="meta")
-    with standing_in(support.configs(model), attention):
-        model(ids.to("meta"), attention_mask=mask, use_cache=False)
+    configs = [c for c in support.configs(model) if hasattr(c, "_experts_implementation_internal")]
+    before = [config._experts_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            # The other ways to run experts look at values, or want 16 bits, also on "meta".
+            config._experts_implementation_internal = "batched_mm"
+        with standing_in(support.configs(model), attention):
+            model(ids.to("meta"), attention_mask=mask, use_cache=False)
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._experts_implementation_internal = name
 
 
 @contextlib.contextmanager

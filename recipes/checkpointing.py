@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"
-DAMAGED = "damaged_"
+DAMAGED, REPLACED = "damaged_", "replaced_"  # before a folder's name
 
 
 @dataclass
@@ -78,7 +78,10 @@ def save(
     publish(root / f"step_{step:08d}", fill, seal=seal, main=main, wait=wait)
     if main:
         for old in _complete(root)[:-keep]:
-            shutil.rmtree(old.folder)
+            # Out of sight first: what is left of it, if it cannot be deleted, is no checkpoint.
+            going = old.folder.with_name(old.folder.name + ".tmp")
+            os.replace(old.folder, going)
+            shutil.rmtree(going, ignore_errors=True)
 
 
 def latest(root: Path) -> Checkpoint | None:
@@ -89,6 +92,7 @@ def latest(root: Path) -> Checkpoint | None:
     Raises:
         BadInput: there are checkpoints, and all of them are damaged.
     """
+    restore_replaced(root)
     found = sorted(p for p in root.glob("step_*") if p.is_dir() and p.suffix != ".tmp")
     for folder in reversed(found):
         try:
@@ -118,7 +122,17 @@ def set_aside_damaged(root: Path, taken: Checkpoint | None) -> None:
 def remove_unfinished(root: Path) -> None:
     """Delete what a killed run was writing."""
     for folder in root.glob("*.tmp"):
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def restore_replaced(root: Path) -> None:
+    """Give folders back their names that a run was killed while replacing."""
+    for old in root.glob(f"{REPLACED}*"):
+        folder = old.with_name(old.name.removeprefix(REPLACED))
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(old, folder)
 
 
 def publish(
@@ -146,20 +160,30 @@ def publish(
             if seal:
                 seal(temporary)
             sync_tree(temporary)
-            # An incomplete checkpoint, or the final model of fewer steps.
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(temporary, folder)
-            _sync(folder.parent)
+            _take_the_place(temporary, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise Failed(f"{folder} could not be written: {error}") from error
 
 
+def _take_the_place(temporary: Path, folder: Path) -> None:
+    """Rename a folder over another one of which, killed at any moment, one is left."""
+    old = folder.with_name(REPLACED + folder.name)
+    if folder.exists():  # a checkpoint whose evaluation was to come, the model of fewer steps
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(folder, old)
+    os.replace(temporary, folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def write_text(file: Path, content: str) -> None:
-    """Replace a file in one piece."""
+    """Replace a file in one piece, on disk when this returns."""
     temporary = file.with_name(file.name + ".tmp")
     temporary.write_text(content, encoding="utf-8")
+    _sync(temporary)
     os.replace(temporary, file)
+    _sync(file.parent)
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
@@ -192,15 +216,22 @@ def _drop_copies(folder: Path, tied: dict[str, str]) -> None:
                 write_text(index, json.dumps(known, indent=2) + "\n")
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, model: Any) -> dict[str, torch.Tensor]:
-    """The optimiser's state as `parameter name/slot` -> whole tensor; every process must ask."""
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, model: Any, *, keep: bool = True
+) -> dict[str, torch.Tensor]:
+    """The optimiser's state as `parameter name/slot` -> whole tensor; every process must ask.
+
+    Args:
+        keep: False takes part in gathering and holds none of it.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[parameter]}/{slot}": whole(tensor.detach()).contiguous().cpu()
-        for parameter, slots in optimizer.state.items()
-        for slot, tensor in slots.items()
-        if isinstance(tensor, torch.Tensor)
-    }
+    tensors = {}
+    for parameter, slots in optimizer.state.items():
+        for slot, tensor in slots.items():
+            gathered = whole(tensor.detach())
+            if keep:
+                tensors[f"{names[parameter]}/{slot}"] = gathered.contiguous().cpu()
+    return tensors
 
 
 def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:

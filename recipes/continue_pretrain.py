@@ -33,9 +33,9 @@ import training_plots
 from accelerate.utils import set_seed
 from errors import BadInput
 from held_out import HeldOut, brief
-from loading import check_weights, load_model, max_positions, twin
+from loading import check_weights, load_model, max_positions, twin, weights_print
 from logit_control import LogitControl
-from loop import Loop, leave_group
+from loop import Loop, leave_group, merged
 from packing import IGNORED, documents_leak, predicted_tokens, step_batches
 from run_log import RunLog
 from speed import Speed
@@ -75,9 +75,10 @@ class Training(Loop):
         trackers.check(run.log.trackers)
         if plot:
             training_plots.check()
+        trained.check(run)
         self._begin(log_with=run.log.trackers, project_dir=str(self.folder))
         with self.accelerator.local_main_process_first():
-            source = resolve(run.model)
+            self.source = source = resolve(run.model)
         check_weights(source)
         self.twin = twin(source, run.attn)
         self.context_group = self.layout.context_group()
@@ -89,6 +90,8 @@ class Training(Loop):
         )
         self._find_checkpoint(fresh=dry)
         if not dry and self._is_finished():
+            if plot and self.main:
+                training_plots.draw(self.folder)
             return self.final
         self.control = LogitControl(run.optim, self.twin)
 
@@ -113,6 +116,11 @@ class Training(Loop):
             raise BadInput(
                 f"lora.rank: expected one process or data parallel with adapters, got {layout}"
             )
+        if layout.splits_weights and run.optim.optimizer == "muon":
+            raise BadInput(
+                f"optim.optimizer: expected adamw with {layout}, got muon, which orthogonalises "
+                "whole matrices"
+            )
         if layout.context > 1:
             if run.train.block_size % layout.context:
                 raise BadInput(
@@ -130,13 +138,17 @@ class Training(Loop):
             )
 
     def _count_steps(self) -> None:
-        """The steps of `train.epochs`: every process counts what every other does."""
+        """The steps of `train.epochs`."""
         run = self.run
         if run.train.epochs is None:
             return
         (documents,) = self.corpus.sources
-        bar = tqdm(documents, desc="counting tokens", unit="document", disable=not self.main)
-        tokens = sum(len(self.encode(document)) for document in bar if document.strip())
+
+        def count() -> int:
+            bar = tqdm(documents, desc="counting tokens", unit="document")
+            return sum(len(self.encode(document)) for document in bar if document.strip())
+
+        tokens = self._on_main(count)
         blocks = self.ranks * run.train.batch_size * run.train.grad_accumulation
         run.counted = max(1, math.ceil(run.train.epochs * tokens / (blocks * run.train.block_size)))
         if run.warmup_steps > run.steps:
@@ -144,6 +156,12 @@ class Training(Loop):
                 f"optim.warmup_steps: expected at most the {run.steps} steps of "
                 f"train.epochs={run.train.epochs}, got {run.warmup_steps}"
             )
+
+    def _sources(self) -> dict[str, str]:
+        found = super()._sources()
+        if self.run.parameters == "lora" or self.run.checkpoint.state == "sharded":
+            found["weights"] = weights_print(self.source)
+        return found
 
     def query_key_names(self, model: Any) -> set[str]:
         return self.control.query_key_names(model)
@@ -237,8 +255,8 @@ class Training(Loop):
                 checkpointing.load_optimizer(file, self.optimizer, bare)
             self.control.load(self.resumed.folder)
             self._say(f"resuming after step {done} of {run.steps}")
+        self._lock()
         if self.main:
-            self.folder.mkdir(parents=True, exist_ok=True)
             checkpointing.write_text(self.folder / resuming.CONFIG, run_config.dump(run))
             checkpointing.remove_unfinished(self.checkpoints)
             checkpointing.set_aside_damaged(self.checkpoints, self.resumed)
@@ -253,9 +271,11 @@ class Training(Loop):
             self.trackers.finish()
             if self.log:
                 self.log.close()
+            if self.lock:
+                self.lock.release()
         if not finished:
             return None
-        self._check_finite(run.steps)
+        self._refuse_what_is_not_finite(run.steps)
         finished_model.write(self)
         self._say(f"final model in {self.final}")
         return self.final
@@ -329,7 +349,7 @@ class Training(Loop):
             self.packer, rank=self.rank, ranks=self.ranks,
             batch_size=run.train.batch_size, grad_accumulation=run.train.grad_accumulation,
         )  # fmt: skip
-        keys = sum(int((batch["position_ids"] + 1).sum()) for batch in batches)
+        keys = sum(self.speed.keys(batch["position_ids"]) for batch in batches)
         with self.control.recording():
             loss, grad_norm = self.loss_and_gradients(self.model, batches)
         keys, stopping = self._sum(keys, float(self.stop.asked))
@@ -403,25 +423,15 @@ class Training(Loop):
         self._say(f"step {step} skipped: loss {loss}, gradient norm {grad_norm}")
         # Where the packers stood says which text it was: their seeds are the run's.
         from_places = self._everywhere(place)
-        packers = {key: value for part in from_places for key, value in part.items()}
+        packers = merged(from_places)
         return {"loss": None, "grad_norm": None, "batch": packers}
 
-    def _check_finite(self, step: int) -> None:
-        """Refuse to write what a step has ruined."""
+    def _not_finite(self) -> str | None:
+        """A weight that a step has ruined, in what this process holds."""
         for name, parameter in self._bare_model().named_parameters():
             if not parallel.local(parameter).isfinite().all():
-                raise FloatingPointError(
-                    f"step {step}: {name} is not finite any more, and nothing was written. "
-                    + self._last_checkpoint(step)
-                )
-
-    def _last_checkpoint(self, done: int) -> str:
-        """Where to go back to, for weights after `done` steps that cannot go on."""
-        last = checkpointing.latest(self.checkpoints)
-        if last is None:
-            return f"There is no checkpoint in {self.checkpoints}"
-        same = ", and holds the very weights that this step began with" if last.step >= done else ""
-        return f"The last checkpoint is {last.folder}{same}"
+                return name
+        return None
 
     def _save(self, step: int, pending: dict[str, Any] | None = None, **state: Any) -> None:
         counts = [self.skipped, self.skipped_in_a_row]
@@ -443,7 +453,7 @@ class Training(Loop):
                 self.tokenizer.save_pretrained(folder / "model")
         elif everyone or self.main:
             checkpointing.save_whole(folder / "model", bare, main=self.main)
-            tensors = checkpointing.optimizer_tensors(self.optimizer, bare)
+            tensors = checkpointing.optimizer_tensors(self.optimizer, bare, keep=self.main)
             if self.main:
                 self.tokenizer.save_pretrained(folder / "model")
                 checkpointing.write_tensors(folder / checkpointing.OPTIMIZER, tensors)

@@ -214,8 +214,8 @@ class Run(Loop):
         self.errors: list[dict[str, float]] = [{}, {}]  # of the first and last layer-wise step
         self.perplexity: dict[str, float] = {}  # when it was last measured
         self.seconds = 0.0  # of all steps, also of earlier sessions
+        self._lock()
         if self.main:
-            self.folder.mkdir(parents=True, exist_ok=True)
             checkpointing.write_text(self.folder / resuming.CONFIG, run_config.dump(run))
             checkpointing.remove_unfinished(self.checkpoints)
             checkpointing.set_aside_damaged(self.checkpoints, self.resumed)
@@ -229,9 +229,11 @@ class Run(Loop):
             self.stop.restore()
             if self.log:
                 self.log.close()
+            if self.lock:
+                self.lock.release()
         if not finished:
             return None
-        self._check_finite(run.steps)
+        self._refuse_what_is_not_finite(run.steps)
         # The source's tensors make `revert` exact, as long as nothing but numbers was trained.
         numbers_only = {
             stage.train for stage in (run.layerwise, run.end_to_end) if stage.steps
@@ -425,12 +427,8 @@ class Run(Loop):
         norms = [torch.nn.utils.clip_grad_norm_(group, limit).item() for group in groups if group]
         return max(norms) if all(map(math.isfinite, norms)) else math.inf
 
-    def _check_finite(self, step: int) -> None:
-        for name, parameter in self.named.items():
-            if not parameter.isfinite().all():
-                raise FloatingPointError(
-                    f"step {step}: {name} is not finite any more, and nothing was written"
-                )
+    def _not_finite(self) -> str | None:
+        return next((name for name, p in self.named.items() if not p.isfinite().all()), None)
 
     def _write_checkpoint(self, folder: Path) -> None:
         if not self.main:

@@ -16,7 +16,7 @@ from hf_sigmoid.conversions.revert import REPORT
 from hf_sigmoid.registration import FUNCTIONS
 
 ADAPTER = "adapter"
-PLACES = ("model", "output_dir", "data.path", "data.mixture", "evaluate.path")
+PLACES = ("model", "output_dir", "data.path", "data.dataset", "data.mixture", "evaluate.path")
 
 
 def write(training: Any) -> None:
@@ -35,6 +35,7 @@ def _fill(training: Any, folder: Path) -> None:
     if run.parameters == "lora":
         if training.main:
             model.save_pretrained(folder / ADAPTER)
+            _name_the_base(folder / ADAPTER, _base(run))
         model = model.merge_and_unload()
     if training.main or training.layout.splits_weights:
         checkpointing.save_whole(folder, model, main=training.main)
@@ -44,7 +45,12 @@ def _fill(training: Any, folder: Path) -> None:
     for name in (REPORT, FOLDED):  # what `hf-sigmoid revert` needs of a converted model
         if (Path(run.model) / name).is_file():
             shutil.copy2(Path(run.model) / name, folder / name)
-    record = {"step": run.steps, "skipped": training.skipped, **run_config.flat(run)}
+    # Names, not places: this folder goes where the model goes (`config.yaml` has the places).
+    keys = {key: value for key, value in run_config.flat(run).items() if key not in PLACES}
+    record = {
+        "step": run.steps, "skipped": training.skipped, "model": _base(run),
+        "text": training.corpus.describe(), "text_sha256": training.corpus.fingerprint, **keys,
+    }  # fmt: skip
     checkpointing.write_text(folder / resuming.RECORD, json.dumps(record, indent=1) + "\n")
     log = [json.loads(line) for line in training.log_lines()]
     (folder / "README.md").write_text(card(run, model, log, training), encoding="utf-8")
@@ -52,9 +58,8 @@ def _fill(training: Any, folder: Path) -> None:
 
 def card(run: Any, model: Any, log: list[dict[str, Any]], training: Any) -> str:
     """`README.md`, with the front matter that the hub reads."""
-    known = run.model if not Path(run.model).exists() else None
-    base = embedded.HUB_ID if run.model == embedded.NAME else known
-    title = base or Path(run.model).resolve().name
+    title = _base(run)
+    base = None if Path(run.model).exists() else title
     attention = model.config._attn_implementation
     data = ModelCardData(
         base_model=base, library_name="transformers", pipeline_tag="text-generation",
@@ -82,6 +87,21 @@ model = AutoModelForCausalLM.from_pretrained("{training.final.name}")
         "```yaml\n" + _keys(run) + "```",
     ]
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, lines)) + "\n"
+
+
+def _base(run: Any) -> str:
+    """The hub's name of what was trained on, or its folder's."""
+    if run.model == embedded.NAME:
+        return embedded.HUB_ID
+    return Path(run.model).resolve().name if Path(run.model).exists() else run.model
+
+
+def _name_the_base(adapter: Path, name: str) -> None:
+    """Instead of the place on this machine that PEFT writes; its card says nothing else."""
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | {"base_model_name_or_path": name}
+    checkpointing.write_text(file, json.dumps(config, indent=2) + "\n")
+    (adapter / "README.md").unlink(missing_ok=True)
 
 
 def _results(log: list[dict[str, Any]]) -> str:

@@ -25,7 +25,9 @@ class HeldOut:
     """
 
     def __init__(self, asked: Watch, tokenizer: Any, block_size: int, positions: int | None):
-        given = asked.path or []
+        given = [] if asked.path is None else asked.path
+        if asked.path == []:
+            raise BadInput("evaluate.path: expected files, got an empty list (null is none)")
         texts = dict(map(_read, [given] if isinstance(given, str) else given))
         if isinstance(given, list) and len(texts) < len(given):
             raise BadInput(f"evaluate.path: expected files of different names, got {given}")
@@ -87,7 +89,8 @@ class HeldOut:
                         if asked_to_stop():
                             return None
                     of, count = total(*sums)
-                    found.setdefault(kind, {})[str(name)] = of / count
+                    value = of / count
+                    found.setdefault(kind, {})[str(name)] = value if math.isfinite(value) else None
         finally:
             model.train(was_training)
         return found
@@ -118,6 +121,8 @@ def _read(path: str) -> tuple[str, str]:
 
 def brief(found: Sequence[tuple[str, Any]] | dict[str, Any]) -> str:
     """For the progress line."""
-    parts = [f"{name} {math.exp(loss):.2f}" for name, loss in found.get("held_out", {}).items()]
+    losses = found.get("held_out", {}).items()
+    # The perplexity; a model that has diverged has none that can be written down.
+    parts = [f"{name} {math.exp(min(loss, 99)):.2f}" for name, loss in losses if loss is not None]
     parts += [f"needle {n} {share:.0%}" for n, share in found.get("needle", {}).items()]
     return ", ".join(parts)

@@ -1,5 +1,7 @@
 """Getting models and tokenizers ready for a recipe."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,32 @@ def check_weights(source: str) -> None:
 def max_positions(source: str) -> int | None:
     """The positions a model was made for, or None if it does not say."""
     return getattr(load(AutoConfig, source).get_text_config(), "max_position_embeddings", None)
+
+
+def tokenizer_print(tokenizer: Any) -> str:
+    """A hash of the vocabulary and of how a text is cut."""
+    text = "The 1st of May 2024, naïve café: 北京 \t x_y = f(z);\n"
+    parts = [sorted(tokenizer.get_vocab().items()), tokenizer(text)["input_ids"]]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def weights_print(source: str) -> str:
+    """A hash that tells one checkpoint from another: sizes, beginnings and ends of its files.
+
+    Not of every byte, which would take minutes for a large model. The hub's revision, if that is
+    where it is from.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        return str(getattr(load(AutoConfig, source), "_commit_hash", None))
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode() + stream.read(1 << 20))
+            stream.seek(max(0, size - (1 << 20)))
+            digest.update(stream.read())
+    return digest.hexdigest()
 
 
 def from_config(config: Any, attn: str | None, device: torch.device | str) -> Any:

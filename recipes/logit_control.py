@@ -4,6 +4,7 @@ What each does is in `hf_sigmoid.optim` and `hf_sigmoid.monitor`; here they get 
 step and their place in a checkpoint.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from hf_sigmoid import monitor, text
 from hf_sigmoid.blocks import plain_name
 from hf_sigmoid.conversions.compare import token_windows
 from hf_sigmoid.optim import Heads, QKClip, QuacK, find_heads
-from hf_sigmoid.parameters import FUNCTIONS
+from hf_sigmoid.parameters import FUNCTIONS, attention_modules
 
 FILE = "logit_control.safetensors"  # in a checkpoint
 PROBE = 128  # tokens of the batch whose logits are followed
@@ -39,8 +40,11 @@ class LogitControl:
         asked = [k for k in ("qk_tau", "qk_clip") if getattr(optim, k) is not None]
         asked += ["qk_lr_scale"] if optim.qk_lr_scale != 1 else []
         try:
-            self.heads = find_heads(twin, torch.arange(8)[None])
-        except ValueError as error:
+            with warnings.catch_warnings():
+                if not asked:
+                    warnings.simplefilter("ignore")
+                self.heads = find_heads(twin, torch.arange(8)[None])
+        except Exception as error:  # a model may do anything with tensors that have no values
             if asked:
                 raise BadInput(f"optim.{asked[0]}: {error}") from error
         attention = twin.config._attn_implementation
@@ -49,6 +53,8 @@ class LogitControl:
                 f"optim.qk_clip: expected attn {' or '.join(FUNCTIONS)}, got {attention}, whose "
                 "logits nobody sees"
             )
+        if optim.qk_clip is not None:
+            self._check_clip(twin)
         if optim.qk_lr_scale != 1 and self.heads.fused:
             raise BadInput(
                 f"optim.qk_lr_scale: expected 1 for a model whose {self.heads.fused[0]} holds more "
@@ -58,6 +64,18 @@ class LogitControl:
         self.clip: QKClip | None = None
         self.look: monitor.Health | None = None
         self.recorder = None
+
+    def _check_clip(self, twin: Any) -> None:
+        if self.heads.normed:
+            raise BadInput(
+                f"optim.qk_clip: expected a model whose logits follow W_Q and W_K, got "
+                f"{self.heads.normed[0]}, which norms its queries or keys"
+            )
+        called = {plain_name(name) for name, _ in attention_modules(twin)}
+        if unknown := sorted(called - self.heads.blocks.keys()):
+            raise BadInput(
+                f"optim.qk_clip: the query and key projections of {unknown[0]} were not found"
+            )
 
     def query_key_names(self, model: Any) -> set[str]:
         """Parameters of the group `qk`: projections that are nothing else, or their adapters."""

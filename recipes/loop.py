@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import parallel
 import resuming
 import torch
 from errors import BadInput
-from loading import load, max_positions
+from loading import load, max_positions, tokenizer_print
 from packing import Packer, streams_of
+from run_lock import RunLock
+from run_log import finite
 from stop_signal import StopSignal
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -26,7 +29,9 @@ def leave_group() -> None:
 
 
 class Loop:
-    """One run. A recipe adds `_check_finite(step)`, `_write_checkpoint(folder)`, and its steps."""
+    """One run. A recipe adds `_not_finite()` (the name of a weight that is not, or None),
+    `_write_checkpoint(folder)`, and its steps.
+    """
 
     splits_weights = False  # whether the recipe trains models whose weights are divided
 
@@ -38,6 +43,7 @@ class Loop:
         self.resumed: checkpointing.Checkpoint | None = None
         self.log = None
         self.stop: StopSignal | None = None
+        self.lock: RunLock | None = None
 
     def _begin(self, **options: Any) -> None:
         """The processes and the corpus."""
@@ -66,7 +72,9 @@ class Loop:
     def _find_checkpoint(self, *, fresh: bool = False) -> None:
         """The checkpoint to go on from unless the run is `fresh`, and the packer at its place."""
         run = self.run
-        self.resumed = None if fresh else resuming.find(self.folder, run)
+        # Whether it is whole is read off its files, which one process may do for all.
+        found = self._on_main(lambda: resuming.find(self.folder, run))
+        self.resumed = None if fresh else found
         self.blocks_per_step = self.ranks * run.train.batch_size * run.train.grad_accumulation
         self.streams = self._streams()
         self.packer = Packer(
@@ -85,6 +93,7 @@ class Loop:
                 corpus_sha256=self.corpus.fingerprint,
                 streams=self.streams,
                 layout=str(self.layout),
+                sources=self._sources(),
             )
             self.packer.load_state(self.resumed.manifest["packer"])
 
@@ -101,6 +110,34 @@ class Loop:
                 f"train.batch_size × train.grad_accumulation), got {streams}"
             )
         return streams
+
+    def _sources(self) -> dict[str, str]:
+        """Fingerprints of what a checkpoint relies on without holding it."""
+        return {"tokenizer": tokenizer_print(self.tokenizer)}
+
+    def _on_main(self, function: Callable[[], Any]) -> Any:
+        """What the main process finds, on all of them, and its BadInput too."""
+        if self.layout.world == 1:
+            return function()
+        result: list[Any] = [None, None]
+        if self.main:
+            try:
+                result[0] = function()
+            except BadInput as error:
+                result[1] = str(error)
+        torch.distributed.broadcast_object_list(result)
+        if result[1] is not None:
+            raise BadInput(result[1])
+        return result[0]
+
+    def _lock(self) -> None:
+        """Make the folder and keep other runs out of it."""
+
+        def lock() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = RunLock(self.folder)
+
+        self._on_main(lock)
 
     def _is_finished(self) -> bool:
         finished = resuming.finished_steps(self.folder) == self.run.steps
@@ -125,7 +162,7 @@ class Loop:
 
     def _save(self, step: int, **state: Any) -> None:
         """A checkpoint, with `state` in its manifest."""
-        self._check_finite(step)
+        self._refuse_what_is_not_finite(step)
         packers = self._packers()
         if self.main:
             self.log.sync()
@@ -140,12 +177,30 @@ class Loop:
                 "blocks_per_step": self.blocks_per_step,
                 "corpus_sha256": self.corpus.fingerprint,
                 "layout": str(self.layout),
-                **state,
+                "sources": self._sources(),
+                **finite(state),
             },
             main=self.main,
             wait=self.accelerator.wait_for_everyone,
         )
         self.accelerator.wait_for_everyone()
+
+    def _refuse_what_is_not_finite(self, step: int) -> None:
+        """End the run on every process if a step has ruined a weight on one of them."""
+        ruined = [name for name in self._everywhere(self._not_finite()) if name]
+        if ruined:
+            raise FloatingPointError(
+                f"step {step}: {ruined[0]} is not finite any more, and nothing was written. "
+                + self._last_checkpoint(step)
+            )
+
+    def _last_checkpoint(self, done: int) -> str:
+        """Where to go back to, for weights after `done` steps that cannot go on."""
+        last = checkpointing.latest(self.checkpoints)
+        if last is None:
+            return f"There is no checkpoint in {self.checkpoints}"
+        same = ", and holds the very weights that this step began with" if last.step >= done else ""
+        return f"The last checkpoint is {last.folder}{same}"
 
     def _sum(self, *values: float, of_parts: bool = False) -> list[float]:
         """Values summed over the processes that read rows of their own, in float64.

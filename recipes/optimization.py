@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from errors import BadInput
 from parallel import local
 from run_keys import Run
 
@@ -71,8 +70,7 @@ def parameter_groups(
 def make_optimizer(groups: list[dict[str, Any]], run: Run) -> torch.optim.Optimizer:
     """AdamW, whose update is one fused kernel where torch has one; or Muon and AdamW together.
 
-    Raises:
-        BadInput: Muon for weights that are sharded: its iteration needs whole matrices.
+    Muon's iteration needs whole matrices.
     """
     optim = run.optim
     adam = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
@@ -80,11 +78,6 @@ def make_optimizer(groups: list[dict[str, Any]], run: Run) -> torch.optim.Optimi
     fused = all(local(p).device.type == "cuda" for p in parameters)
     if optim.optimizer == "adamw":
         return torch.optim.AdamW(groups, **adam, fused=fused)
-    if any(hasattr(p, "placements") for p in parameters):
-        raise BadInput(
-            "optim.optimizer: expected adamw with FSDP2 or tensor parallelism, got muon, which "
-            "orthogonalises whole matrices"
-        )
     return MuonAndAdamW(groups, adam | {"fused": fused})
 
 

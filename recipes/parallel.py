@@ -10,16 +10,22 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+)
 from errors import BadInput
 from transformers.distributed.configuration_utils import DistributedConfig
 
+PATIENCE = timedelta(hours=6)  # of processes that wait for each other
 SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _FSDP, _SIZES = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
 _OFFLOAD, _RECOMPUTE = "FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING"
@@ -81,7 +87,6 @@ class Layout:
             fsdp_size=self.shard * self.context,
             dp_replicate_size=self.replicate,
             tp_plan="auto" if self.tensor > 1 else None,
-            fsdp_cpu_offload=_is_set(_OFFLOAD),
         )
 
     def __str__(self) -> str:
@@ -110,9 +115,16 @@ def begin(precision: str, *, splits: bool = True, **options: Any) -> tuple[Accel
     """
     # One process may train twice, with another precision.
     AcceleratorState._reset_state()
+    # One process may prepare data, or write a checkpoint, for longer than the usual ten minutes.
+    handlers = [
+        InitProcessGroupKwargs(timeout=PATIENCE),
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+    ]
     with transformers_shards():
         accelerator = Accelerator(
-            mixed_precision={"fp32": "no", "bf16": "bf16"}[precision], **options
+            mixed_precision={"fp32": "no", "bf16": "bf16"}[precision],
+            kwargs_handlers=handlers,
+            **options,
         )
     layout = _layout(accelerator)
     if (layout.splits_weights or layout.context > 1) and not splits:
@@ -132,6 +144,10 @@ def _layout(accelerator: Accelerator) -> Layout:
         raise BadInput(
             "accelerate's fsdp_version: expected 2, got "
             f"{os.environ.get('FSDP_VERSION', '1')}: version 1 flattens the row numbers away"
+        )
+    if fsdp and _is_set(_OFFLOAD):
+        raise BadInput(
+            "fsdp_offload_params: expected false, got true: weights on the CPU are not served"
         )
     if fsdp and _is_set(_RECOMPUTE):
         raise BadInput(

@@ -6,10 +6,11 @@ from pathlib import Path
 import checkpointing
 import output_folder
 import run_config
+import run_log
 from errors import BadInput
 from run_keys import Distil, Run
 
-CHECKPOINTS, FINAL, CONFIG = "checkpoints", "final", "config.yaml"
+CHECKPOINTS, FINAL, CONFIG, LOG = "checkpoints", "final", "config.yaml", "log.jsonl"
 RECORD = "training.json"  # in the final model's folder: how it was trained
 
 # What may differ between a run and its resumption. With other steps the cosine is another one; how
@@ -25,7 +26,7 @@ def find(folder: Path, run: Run | Distil) -> checkpointing.Checkpoint | None:
     """The checkpoint in `folder` to go on from; refuses a folder that is not this run's."""
     output_folder.check(folder, "output_dir")
     # A run killed at its very start leaves no more than an unfinished file.
-    present = [p for p in folder.iterdir() if p.suffix != ".tmp"] if folder.exists() else []
+    present = [p for p in folder.glob("[!.]*") if p.suffix != ".tmp"]
     if not present:
         return None
     if run.resume == "none":
@@ -42,6 +43,7 @@ def find(folder: Path, run: Run | Distil) -> checkpointing.Checkpoint | None:
                 f"output_dir {folder} holds a run with {key}={saved[key]}, not {value}: "
                 "resume it with its own values or choose another output_dir"
             )
+    checkpointing.restore_replaced(folder)
     checkpoint = checkpointing.latest(folder / CHECKPOINTS)
     finished, asked = finished_steps(folder), run.steps
     if finished is None or finished == asked:
@@ -81,6 +83,7 @@ def check(
     corpus_sha256: str,
     streams: int,
     layout: str,
+    sources: dict[str, str],
 ) -> None:
     """Refuse to go on from a checkpoint that this run would not have written."""
     folder, manifest = checkpoint.folder, checkpoint.manifest
@@ -100,6 +103,13 @@ def check(
         raise BadInput(
             f"data.streams: expected the {manifest['streams']} of {folder}, got {streams}"
         )
+    for what, expected in manifest["sources"].items():
+        if sources[what] != expected:
+            raise BadInput(
+                f"model {run.model}: its {what} has changed since {folder} was written, expected "
+                "the same"
+            )
+    run_log.check(folder.parents[1] / LOG, after=checkpoint.step - bool(manifest.get("pending")))
     # Parts lie as the processes that wrote them held them.
     if manifest.get("state") == "sharded" and manifest["layout"] != layout:
         raise BadInput(

@@ -32,7 +32,10 @@ def load(file: str | os.PathLike | None, overrides: list[str], kind: type = Run)
         values[key] = _parse(value, override)
     run = kind()
     kinds = _kinds(run)
+    groups = {f.name for f in fields(run) if is_dataclass(getattr(run, f.name))}
     for key, value in values.items():
+        if value is None and key in groups:
+            continue  # a group without keys in the file
         if key not in kinds:
             near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.0)[0]
             raise BadInput(f"unknown key {key!r}; the nearest known key is {near!r}")
@@ -181,6 +184,7 @@ def _check_data(data: Data) -> None:
 def _check_training(run: Run) -> None:
     """Keys that contradict each other."""
     train, optim = run.train, run.optim
+    _refuse_what_has_no_effect(run)
     if train.epochs is not None:
         if train.steps is not None:
             raise BadInput(
@@ -220,3 +224,30 @@ def _check_training(run: Run) -> None:
     for tracker in run.log.trackers or []:
         if tracker not in known:
             raise BadInput(f"log.trackers: expected some of {', '.join(known)}, got {tracker!r}")
+
+
+def _refuse_what_has_no_effect(run: Run) -> None:
+    """A key that says what nothing would do is a mistake somewhere else."""
+    watched, optim = run.evaluate, run.optim
+    needs = {
+        "lora.alpha": ("lora.rank", run.lora.rank),
+        "lora.dropout": ("lora.rank", run.lora.rank),
+        "lora.targets": ("lora.rank", run.lora.rank),
+        "optim.qk_rule": ("optim.qk_tau", optim.qk_tau),
+        "optim.min_lr_ratio": ("a schedule that falls", optim.schedule != "constant" or None),
+        "evaluate.windows": ("evaluate.path", watched.path),
+        "evaluate.every": ("evaluate.path or needle", watched.path or watched.needle or None),
+        "evaluate.needle_samples": ("evaluate.needle", watched.needle),
+        "log.project": ("log.trackers", run.log.trackers or None),
+    }
+    values, default = flat(run), flat(type(run)())
+    for key, (what, given) in needs.items():
+        if given is None and values[key] != default[key]:
+            raise BadInput(f"{key} {values[key]}: expected {what} beside it, got none")
+    if run.parameters == "log_length":
+        for key in ("optim.optimizer", "optim.qk_lr_scale"):
+            if values[key] != default[key]:
+                raise BadInput(
+                    f"{key} {values[key]}: expected its default with train.parameters=log_length, "
+                    "which has optim.log_length_lr alone"
+                )

@@ -26,7 +26,7 @@ class Data:
 @dataclass
 class Train:
     steps: int | None = None  # null: 100, or as many as `epochs` takes
-    epochs: float | None = None  # of the corpus, which is tokenised once to count it
+    epochs: float | None = None  # of the corpus, which is counted at every start for that
     block_size: int = 512  # tokens a row
     batch_size: int = 1  # rows of one micro-batch on one process
     grad_accumulation: int = 1  # micro-batches of one step
@@ -231,7 +231,6 @@ LEAST = {  # inclusive
     "optim.warmup": 0,
     "optim.lora_rank": 1,
     "lora.rank": 1,
-    "lora.alpha": 0,
     "lora.dropout": 0,
     "data.streams": 1,
     "evaluate.every": 1,
@@ -246,6 +245,6 @@ LEAST = {  # inclusive
     "checkpoint.keep": 1,
     "seed": 0,
 }
-POSITIVE = ("optim.qk_tau", "optim.qk_clip", "train.epochs")
+POSITIVE = ("optim.qk_tau", "optim.qk_clip", "train.epochs", "lora.alpha")
 BELOW = {"optim.beta1": 1, "optim.beta2": 1, "lora.dropout": 1}
-MOST = {"end_to_end.kl": 1, "end_to_end.blend": 1, "optim.warmup": 1}
+MOST = {"seed": 2**32 - 1, "end_to_end.kl": 1, "end_to_end.blend": 1, "optim.warmup": 1}

@@ -1,11 +1,13 @@
 """`log.jsonl`: exactly one line for every step, however often the run was stopped."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
-from checkpointing import write_text
+from checkpointing import Failed, write_text
+from errors import BadInput
 
 
 class RunLog:
@@ -16,15 +18,18 @@ class RunLog:
     """
 
     def __init__(self, file: Path, *, after: int):
-        self.kept = kept = _read(file)[:after]
-        if [line["step"] for line in kept] != list(range(1, after + 1)):
-            raise RuntimeError(f"{file} does not hold the steps 1 to {after} of its checkpoint")
+        self.kept = kept = read(file)[:after]
+        check(file, after=after)
         write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
         self._stream = file.open("a", encoding="utf-8")
 
     def write(self, **values: Any) -> None:
-        self._stream.write(json.dumps(values) + "\n")
-        self._stream.flush()
+        """Raises Failed if the disk does not take it."""
+        try:
+            self._stream.write(json.dumps(finite(values), allow_nan=False) + "\n")
+            self._stream.flush()
+        except OSError as error:
+            raise Failed(f"{self._stream.name} could not be written: {error}") from error
 
     def sync(self) -> None:
         """Put the lines on disk, before the checkpoint that relies on them."""
@@ -34,7 +39,26 @@ class RunLog:
         self._stream.close()
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def check(file: Path, *, after: int) -> None:
+    """Raises BadInput for a log that has not got every step up to `after`."""
+    steps = [line.get("step") for line in read(file)[:after]]
+    if steps != list(range(1, after + 1)):
+        raise BadInput(
+            f"{file}: expected a line of each step from 1 to {after}, which its checkpoint has "
+            f"taken, got {len(steps)} lines"
+        )
+
+
+def finite(value: Any) -> Any:
+    """What is not finite as None, in dictionaries and lists too: JSON knows no other."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read(file: Path) -> list[dict[str, Any]]:
     """The lines up to the first that a killed process did not finish."""
     lines: list[dict[str, Any]] = []
     for line in file.read_text(encoding="utf-8").split("\n") if file.exists() else []:

@@ -5,7 +5,11 @@ from typing import Any
 
 
 class StopSignal:
-    """Remembers that SIGTERM or SIGUSR1 came; a second one ends the process at once."""
+    """Remembers that SIGTERM or SIGUSR1 came.
+
+    More of them change nothing: a scheduler signals the launcher and its processes, and the
+    launcher signals them once more. SIGINT and SIGKILL end a process at once, as ever.
+    """
 
     def __init__(self) -> None:
         self.asked = False
@@ -17,9 +21,6 @@ class StopSignal:
             pass  # called as a function from another thread, which cannot set handlers
 
     def _ask(self, number: int, frame: Any) -> None:
-        if self.asked:
-            self.restore()
-            signal.raise_signal(number)
         self.asked = True
 
     def restore(self) -> None:

@@ -33,9 +33,9 @@ class Trackers:
         if not run.log.trackers:
             return
         config = {key: _plain(value) for key, value in flat(run).items()}
-        accelerator.init_trackers(
-            run.log.project, config=config, init_kwargs=_continued(folder, done)
-        )
+        # Trackers are the main process's; the others must not write its file.
+        options = _continued(folder, done) if accelerator.is_main_process else {}
+        accelerator.init_trackers(run.log.project, config=config, init_kwargs=options)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         if self.accelerator.trackers:
@@ -69,8 +69,7 @@ def _continued(folder: Path, done: int) -> dict[str, dict[str, Any]]:
         name = json.loads(file.read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, KeyError):
         name = f"{folder.name}-{uuid.uuid4().hex[:8]}"
-        if folder.is_dir():  # the main process's; the others log nothing
-            checkpointing.write_text(file, json.dumps({"run": name}) + "\n")
+        checkpointing.write_text(file, json.dumps({"run": name}) + "\n")
     return {
         # Steps that a killed run had logged and that are taken again are dropped.
         "tensorboard": {"purge_step": done + 1},

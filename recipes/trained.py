@@ -1,5 +1,6 @@
 """Which parameters train: all, those of attention, the row numbers alone, or adapters."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,16 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_sigmoid import parameters
 from hf_sigmoid.parameters import HOLDER
+
+
+def check(run: Run) -> None:
+    """Refuse what would fail after the model has loaded.
+
+    Raises:
+        BadInput: adapters without the package for them.
+    """
+    if run.parameters == "lora" and find_spec("peft") is None:
+        raise BadInput("lora.rank: peft is not installed: pip install peft")
 
 
 def select(model: Any, run: Run, adapter: Path | None = None) -> Any:

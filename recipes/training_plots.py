@@ -4,12 +4,12 @@ python recipes/training_plots.py runs/ssmax
 """
 
 import argparse
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import errors
+import run_log
 from errors import BadInput
 
 FOLDER = "plots"
@@ -30,7 +30,7 @@ def draw(run: Path) -> list[Path]:
     file = run / "log.jsonl"
     if not file.is_file():
         raise BadInput(f"{run}: expected the output_dir of a run, got no log.jsonl in it")
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = run_log.read(file)
     if not lines:
         raise BadInput(f"{file}: expected a line a step, got none")
     folder = run / FOLDER
@@ -47,31 +47,22 @@ def _training(lines: list[dict[str, Any]], file: Path) -> Path:
     steps = [line["step"] for line in lines]
     loss.plot(steps, _values(lines, "loss"), color="0.7", lw=1, label="training, each step")
     loss.plot(steps, _smooth(_values(lines, "loss")), color="C0", label="training, running mean")
-    measured = [line for line in lines if "held_out" in line]
     before = lines[0].get("before") or {}
-    for number, name in enumerate(measured[0]["held_out"] if measured else {}):
-        points = [(line["step"], line["held_out"][name]) for line in measured]
-        if name in before.get("held_out", {}):
-            points.insert(0, (0, before["held_out"][name]))
-        loss.plot(
-            *zip(*points, strict=True),
-            "o-",
-            ms=3,
-            color=f"C{number + 1}",
-            label=f"held out: {name}",
-        )
+    for number, (name, points) in enumerate(_evaluated(lines, before, "held_out").items()):
+        style = {"color": f"C{number + 1}", "label": f"held out: {name}", "ms": 3}
+        loss.plot(*zip(*points, strict=True), "o-", **style)
     loss.set(ylabel="cross entropy (nats a token)")
     loss.legend(frameon=False, fontsize=8)
-    for number, length in enumerate(measured[0].get("needle", {}) if measured else {}):
-        if number == 0:
+    found = None
+    for length, points in _evaluated(lines, before, "needle").items():
+        if found is None:
             found = loss.twinx()
             found.set(ylabel="needles found (dashed)", ylim=(-0.03, 1.03))
-        points = [(line["step"], line["needle"][length]) for line in measured]
         found.plot(*zip(*points, strict=True), "--", color="0.4", lw=1)
         found.annotate(f"{length} tokens", points[-1], fontsize=7, ha="right", va="bottom")
 
     rates.plot(steps, _values(lines, "lr"), label="base rate")
-    if "qk_lr" in lines[0]:
+    if any("qk_lr" in line for line in lines):
         least, most = zip(*(line.get("qk_lr") or (None, None) for line in lines), strict=True)
         rates.fill_between(
             steps, [_number(v) for v in least], [_number(v) for v in most],
@@ -89,6 +80,17 @@ def _training(lines: list[dict[str, Any]], file: Path) -> Path:
     speed.plot(steps, _values(lines, "tok_s"), lw=1)
     speed.set(ylabel="tokens a second", xlabel="step", ylim=(0, None))
     return _save(figure, file)
+
+
+def _evaluated(
+    lines: list[dict[str, Any]], before: dict[str, Any], kind: str
+) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values of everything that was evaluated, by its name."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for step, values in [(0, before), *((line["step"], line) for line in lines)]:
+        for name, value in (values.get(kind) or {}).items():
+            points.setdefault(name, []).append((step, _number(value)))
+    return points
 
 
 def _attention(lines: list[dict[str, Any]], file: Path) -> Path:

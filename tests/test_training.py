@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from training_runs import BLOCK, POSITIONS, RECIPES, arguments, launch, lines, losses
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 import checkpointing  # isort: skip
 import continue_pretrain  # isort: skip
@@ -122,7 +122,7 @@ def test_a_run_learns_and_leaves_what_it_says(tiny, corpus_file, uninterrupted):
     assert AutoTokenizer.from_pretrained(uninterrupted / "final")("Emma").input_ids
     kept = [folder.name for folder in sorted((uninterrupted / "checkpoints").iterdir())]
     assert kept == ["step_00000006", "step_00000009"]
-    suffixes = {p.suffix for p in uninterrupted.rglob("*") if p.is_file()}
+    suffixes = {p.suffix for p in uninterrupted.rglob("[!.]*") if p.is_file()}
     assert suffixes == {".safetensors", ".json", ".jsonl", ".yaml", ".md"}  # no pickle
     saved = run_config.load(uninterrupted / "config.yaml", [])
     assert saved == run_config.load(None, arguments(tiny, corpus_file, uninterrupted))
@@ -155,6 +155,11 @@ def write_then_fill(self, **values):
     if values["step"] == 5:
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1))  # no file grows beyond
+def die_renaming(one, other):
+    if str(one).endswith("step_00000006.tmp"): die()
+    replace(one, other)
+replace = os.replace
+if moment == "renaming": checkpointing.os.replace = die_renaming
 if moment == "full": run_log.RunLog.write = write_then_fill
 if moment == "training": run_log.RunLog.write = write_then_die
 if moment == "saving": checkpointing.sync_tree = die_saving
@@ -716,3 +721,154 @@ def test_a_run_that_is_killed_at_random_moments_is_the_run_that_was_not(monkeypa
 
     counts = kills.main(["--kills", "3", "--seed", "1"])
     assert counts["kills"] == 3
+
+
+def test_a_checkpoint_that_is_replaced_is_there_at_every_moment(
+    tiny, corpus_file, uninterrupted, tmp_path
+):
+    """One whose evaluation was to come is written again: killed then, the first one is left."""
+    out = tmp_path / "out"
+    argv = arguments(tiny, corpus_file, out)
+    shutil.copytree(uninterrupted, out)
+    shutil.rmtree(out / "final")
+    shutil.rmtree(out / "checkpoints" / "step_00000009")
+    later = out / "checkpoints" / "step_00000006"
+    earlier = json.loads((later / "manifest.json").read_text())
+    with (out / "log.jsonl").open() as log:
+        logged = [json.loads(line) for line in log]
+    earlier["pending"] = {k: v for k, v in logged[5].items() if k != "step"}
+    (later / "manifest.json").write_text(json.dumps(earlier))
+    keep = {**dict(item.split("=", 1) for item in argv), "evaluate.path": "builtin",
+            "evaluate.every": "6", "evaluate.windows": "1"}  # fmt: skip
+    config = run_config.load(None, [f"{key}={value}" for key, value in keep.items()])
+    (out / "config.yaml").write_text(run_config.dump(config))
+    argv = [f"{key}={value}" for key, value in keep.items()]
+    job = [str(RECIPES), "renaming", torch.get_num_threads(), *argv]
+    killed = subprocess.run([sys.executable, "-c", KILLED, json.dumps(job)], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    names = sorted(p.name for p in (out / "checkpoints").iterdir())
+    assert names == ["replaced_step_00000006", "step_00000006.tmp"]
+    continue_pretrain.main(argv)
+    assert losses(out) == losses(uninterrupted)
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
+        "step_00000006", "step_00000009"
+    ]  # fmt: skip
+
+
+def test_signals_may_come_more_than_once(tiny, corpus_file, tmp_path, monkeypatch):
+    write = continue_pretrain.RunLog.write
+
+    def write_and_ask(self, **values):
+        write(self, **values)
+        if values["step"] == 2:
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
+                os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(continue_pretrain.RunLog, "write", write_and_ask)
+    argv = arguments(tiny, corpus_file, tmp_path, **{"checkpoint.every": 0})
+    assert continue_pretrain.main(argv) is None
+    assert checkpointing.latest(tmp_path / "checkpoints").step == 3
+
+
+def test_two_runs_do_not_write_into_one_folder(tiny, corpus_file, tmp_path):
+    from run_lock import RunLock
+
+    lock = RunLock(tmp_path)
+    with pytest.raises(BadInput, match="another process is training in it"):
+        continue_pretrain.main(arguments(tiny, corpus_file, tmp_path))
+    lock.release()
+    continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **{"train.steps": 1}))
+
+
+def test_a_held_out_loss_that_is_not_a_number_is_null(tiny, corpus_file, tmp_path, monkeypatch):
+    values = iter([(9e9, 1.0), (float("nan"), 1.0), (float("inf"), 1.0)])
+    monkeypatch.setattr(held_out, "_summed_loss", lambda *given: next(values))
+    keys = {"evaluate.path": "builtin", "evaluate.every": 1, "evaluate.windows": 1}
+    continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **keys, **{"train.steps": 2}))
+    text = (tmp_path / "log.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    assert [line["held_out"]["builtin"] for line in lines(tmp_path)] == [None, None]
+
+
+def test_nothing_that_is_left_names_a_place_on_this_machine(tiny, corpus_file, tmp_path):
+    keys = {"attn": "ssmax", "lora.rank": 2, "train.steps": 2}
+    final = continue_pretrain.main(arguments(tiny, corpus_file, tmp_path / "out", **keys))
+    for file in final.rglob("*"):
+        if file.suffix in (".json", ".md"):
+            assert str(Path(tiny).parent) not in file.read_text(), file
+            assert str(tmp_path) not in file.read_text(), file
+
+
+def test_a_run_goes_on_only_from_what_it_began_with(tiny, corpus_file, tmp_path):
+    """Adapters hold no base, and no checkpoint holds the tokenizer that packs the text."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny, model)
+    keys = {"attn": "ssmax", "lora.rank": 2, "train.steps": 3}
+    argv = arguments(str(model), corpus_file, out, **keys)
+    continue_pretrain.main(argv)
+    more = [*argv, "train.steps=4"]
+    (out / "log.jsonl").rename(out / "log.kept")
+    with pytest.raises(BadInput, match=r"log\.jsonl: expected a line of each step from 1 to 3"):
+        continue_pretrain.main(more)
+    (out / "log.kept").rename(out / "log.jsonl")
+
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadInput, match="its weights has changed since"):
+        continue_pretrain.main(more)
+    shutil.copy(Path(tiny) / "model.safetensors", model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(BadInput, match="its tokenizer has changed since"):
+        continue_pretrain.main(more)
+
+
+@pytest.fixture(scope="module")
+def experts(tiny, tmp_path_factory) -> str:
+    """A small mixture-of-experts model."""
+    folder = tmp_path_factory.mktemp("experts")
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.save_pretrained(folder)
+    config = MixtralConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=1,
+        max_position_embeddings=512, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_mixture_of_experts_trains_under_control(experts, corpus_file, tmp_path):
+    keys = {"attn": "ssmax", "optim.qk_tau": 1, "optim.qk_clip": 5, "train.steps": 3}
+    continue_pretrain.main(["--dry-run", *arguments(experts, corpus_file, tmp_path, **keys)])
+    continue_pretrain.main(arguments(experts, corpus_file, tmp_path, **keys))
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0]
+
+
+def test_operations_are_those_that_are_done(tiny, experts):
+    """By hand: every weight that multiplies, six a token; packed rows see their document only."""
+    from speed import Speed
+
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    speed = Speed(model, torch.device("cpu"), "fp32")
+    layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48
+    assert speed.weights == 6 * (2 * layer + 257 * 32)
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
+    assert speed.keys(positions) == 2 * ((1 + 2 + 3 + 1 + 2) + 15)
+    rates = speed.measure(tokens=10, keys=48, seconds=2.0, processes=2)
+    expected = (speed.weights * 10 + 12 * 4 * 8 * 48) / 2 / 1e12
+    assert rates["tflop_s"] == pytest.approx(expected, rel=1e-4)
+    assert rates["tok_s"] == 5 and rates["tok_s_process"] == 2.5
+
+    model = AutoModelForCausalLM.from_pretrained(experts)
+    one = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 32 * 4  # one expert of four, and the router
+    assert Speed(model, torch.device("cpu"), "fp32").weights == 6 * (2 * one + 257 * 32)
+
+    model.config.layer_types, model.config.sliding_window = (
+        ["sliding_attention", "full_attention"],
+        2,
+    )
+    assert Speed(model, torch.device("cpu"), "fp32").keys(positions) == 24 + (1 + 2 + 2 + 1 + 2) + 9
