@@ -66,48 +66,58 @@ def main(argv: list[str] | None = None) -> Path | None:
 
 
 class Training(Loop):
-    """One run: what it needs is checked and loaded by `start`, then `_steps` does the work."""
+    """One run: `check`, then `build`, then `_steps` does the work."""
 
     splits_weights = True
 
     def start(self, *, dry: bool = False, plot: bool = False) -> Path | None:
-        run = self.run
-        trackers.check(run.log.trackers)
         if plot:
             training_plots.check()
-        trained.check(run)
-        self._begin(log_with=run.log.trackers, project_dir=str(self.folder))
-        with self.accelerator.local_main_process_first():
-            self.source = source = resolve(run.model)
-        check_weights(source)
-        self.twin = twin(source, run.attn)
-        self.context_group = self.layout.context_group()
-        self._refuse_what_cannot_be_divided()
-        self._tokenize(source)
-        self._count_steps()
-        self.held_out = HeldOut(
-            run.evaluate, self.tokenizer, run.train.block_size, max_positions(source)
-        )
-        self._find_checkpoint(fresh=dry)
-        if not dry and self._is_finished():
-            if plot and self.main:
-                training_plots.draw(self.folder)
-            return self.final
-        self.control = LogitControl(run.optim, self.twin)
-
+        self.check(fresh=dry)
         if dry:
             return self._describe()
-        self._check_disk()
-        self.model = self._load_model(source)
-        self.speed = Speed(self._bare_model(), self.accelerator.device, run.train.precision)
-        groups = optimization.parameter_groups(
-            self._bare_model(), run, self.query_key_names(self._bare_model())
-        )
-        self.optimizer = optimization.make_optimizer(groups, run)
-        final = self._train()
+        final = self.final
+        if not self._is_finished():
+            self._check_disk()
+            self.build()
+            final = self._train()
         if final and plot and self.main:
             training_plots.draw(self.folder)
         return final
+
+    def check(self, *, fresh: bool = False) -> None:
+        """Everything that can be known, and refused, before the weights are loaded.
+
+        Args:
+            fresh: do not go on from a checkpoint.
+        """
+        run = self.run
+        trackers.check(run.log.trackers)
+        trained.check(run)
+        self._begin(log_with=run.log.trackers, project_dir=str(self.folder))
+        with self.accelerator.local_main_process_first():
+            self.source = resolve(run.model)
+        check_weights(self.source)
+        self.twin = twin(self.source, run.attn)
+        self.context_group = self.layout.context_group()
+        self._refuse_what_cannot_be_divided()
+        self._tokenize(self.source)
+        self._count_steps()
+        self.held_out = HeldOut(
+            run.evaluate, self.tokenizer, run.train.block_size, max_positions(self.source)
+        )
+        self._find_checkpoint(fresh=fresh)
+        self.control = LogitControl(run.optim, self.twin)
+
+    def build(self) -> None:
+        """The model and its optimiser, ready for a first step."""
+        self.model = self._load_model()
+        bare = self._bare_model()
+        self.speed = Speed(bare, self.accelerator.device, self.run.train.precision)
+        groups = optimization.parameter_groups(bare, self.run, self.query_key_names(bare))
+        self.optimizer = optimization.make_optimizer(groups, self.run)
+        self.control.begin(self.optimizer, self.tokenizer, self.run)
+        self.skipped, self.skipped_in_a_row = 0, 0
 
     def _refuse_what_cannot_be_divided(self) -> None:
         run, layout = self.run, self.layout
@@ -199,7 +209,7 @@ class Training(Loop):
         # PEFT has changed the twin, which is a model to ask about; it is not needed any more.
         self.twin = None
 
-    def _load_model(self, source: str) -> Any:
+    def _load_model(self) -> Any:
         run = self.run
         saved = self.resumed.folder / "model" if self.resumed else None
         whole = saved is not None and run.parameters != "lora" and not self._in_parts()
@@ -207,7 +217,7 @@ class Training(Loop):
         # Weights stay in fp32: precision=bf16 is autocast, and small updates are not rounded away.
         with parallel.transformers_shards():
             model = load_model(
-                str(saved) if whole else source,
+                str(saved) if whole else self.source,
                 dtype=torch.float32,
                 attn=run.attn,
                 **({"distributed_config": config} if config else {}),
@@ -242,8 +252,6 @@ class Training(Loop):
     def _train(self) -> Path | None:
         run, done, pending = self.run, 0, None
         bare = self._bare_model()
-        self.control.begin(self.optimizer, self.tokenizer, run)
-        self.skipped, self.skipped_in_a_row = 0, 0
         if self.resumed:
             manifest = self.resumed.manifest
             done, pending = manifest["step"], manifest["pending"]
@@ -294,7 +302,7 @@ class Training(Loop):
                     return False
                 self._say(f"held out, before training: {brief(self.before)}")
             for step in range(done + 1, run.steps + 1):
-                values, stopping = self._step(step)
+                values, stopping = self.step(step)
                 if step == 1 and self.held_out:
                     values["before"] = self.before
                 if not self._finish_step(step, values, bar, stopping=stopping):
@@ -338,7 +346,7 @@ class Training(Loop):
         parallel.reshard(model)
         return found
 
-    def _step(self, step: int) -> tuple[dict[str, Any], bool]:
+    def step(self, step: int) -> tuple[dict[str, Any], bool]:
         """One update. The values to log, and whether any process was asked to stop."""
         run, started = self.run, time.perf_counter()
         # Dropout's numbers follow from the step, so there is no generator state to save.

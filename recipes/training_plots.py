@@ -52,14 +52,17 @@ def _training(lines: list[dict[str, Any]], file: Path) -> Path:
         style = {"color": f"C{number + 1}", "label": f"held out: {name}", "ms": 3}
         loss.plot(*zip(*points, strict=True), "o-", **style)
     loss.set(ylabel="cross entropy (nats a token)")
-    loss.legend(frameon=False, fontsize=8)
+    loss.legend(frameon=False, fontsize=8, loc="lower left")
     found = None
-    for length, points in _evaluated(lines, before, "needle").items():
+    for number, (length, points) in enumerate(_evaluated(lines, before, "needle").items()):
         if found is None:
             found = loss.twinx()
             found.set(ylabel="needles found (dashed)", ylim=(-0.03, 1.03))
         found.plot(*zip(*points, strict=True), "--", color="0.4", lw=1)
-        found.annotate(f"{length} tokens", points[-1], fontsize=7, ha="right", va="bottom")
+        found.annotate(
+            f"{length} tokens", points[-1], (0, -9 - 8 * number), fontsize=7, ha="right",
+            textcoords="offset points",
+        )  # fmt: skip
 
     rates.plot(steps, _values(lines, "lr"), label="base rate")
     if any("qk_lr" in line for line in lines):

@@ -44,6 +44,7 @@ def test_bad_input_changes_nothing_on_disk(tiny, corpus_file, damaged, pickled, 
         ({"model": damaged}, "expected whole weights, got a damaged model.safetensors"),
         ({"model": pickled}, "pytorch_model.bin: pickles are not loaded"),
         ({"output_dir": empty / "deep" / "out"}, "empty.txt is a file, expected a folder"),
+        ({"output_dir": "/proc/runs/out"}, "/proc cannot be written"),
         ({"output_dir": other}, "holds no run of this recipe"),
         ({"output_dir": other, "resume": "none"}, "is not empty"),
     ]:

@@ -1,0 +1,163 @@
+"""What continue_pretrain.py costs beside a bare loop of transformers, on the same batches.
+
+    python recipes/overhead.py --model smollm2
+
+The two take turns, step by step, in one process: the same model, batch, optimiser. The bare loop is
+forward with labels, backward, clip, step. Also how fast the packer is, on one core, and what QuacK,
+QK-clip and a look at attention take of a step.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import errors
+import run_config
+import torch
+from continue_pretrain import Training
+from packing import Packer, step_batches
+from stop_signal import StopSignal
+from tqdm import tqdm
+
+FILE = Path(__file__).parent / "results" / "overhead.json"
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--attn", default="ssmax")
+    parser.add_argument("--block-size", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=15, help="of each loop")
+    parser.add_argument("--out", type=Path, default=FILE)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(args, Path(folder))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=1))
+    return found
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Ratios of median times."""
+    found = {"model": args.model, "attn": args.attn, "block_size": args.block_size,
+             "steps": args.steps, "torch_threads": torch.get_num_threads()}  # fmt: skip
+    found |= _beside_a_bare_loop(args, folder / "plain")
+    for name, key in (("quack", "optim.qk_tau=1"), ("qk_clip", "optim.qk_clip=100")):
+        found |= _control(args, folder / name, name, key)
+    return {key: round(v, 4) if isinstance(v, float) else v for key, v in found.items()}
+
+
+def _beside_a_bare_loop(args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Every pair of steps has the same batch."""
+    training = _prepared(args, folder)
+    ours, bare = [], []
+    for step in tqdm(range(1, args.steps + 2), desc="beside a bare loop", unit="step"):
+        place = training.packer.state()
+        # Whichever goes first finds colder caches: they take turns at that too.
+        for mine in (True, False) if step % 2 else (False, True):
+            if mine:
+                ours.append(_our_step(training, step, place))
+            else:
+                bare.append(_bare_step(training, place))
+    tok_s = args.block_size / statistics.median(ours[1:])
+    packer_tok_s = _packer_rate(training)
+    return {
+        "over_bare_loop": _ratio(ours, bare) - 1, "tok_s": tok_s, "packer_tok_s": packer_tok_s,
+        "packer_over_training": packer_tok_s / tok_s,
+    }  # fmt: skip
+
+
+def _packer_rate(training: Training, blocks: int = 100) -> float:
+    """Tokens a second on one core, reading and tokenising included."""
+    threads, size = torch.get_num_threads(), training.run.train.block_size
+    torch.set_num_threads(1)
+    packer = Packer(training.corpus, training.encode, size, 0)
+    seconds = _timed(lambda: [packer.next_block(0) for _ in range(blocks)])
+    torch.set_num_threads(threads)
+    return blocks * size / seconds
+
+
+def _control(args: argparse.Namespace, folder: Path, name: str, key: str) -> dict[str, float]:
+    """Timed alone, not as a difference of two steps: it is less than steps differ."""
+    training = _prepared(args, folder, key)
+    took, whole = [], []
+    for step in tqdm(range(1, args.steps // 2 + 2), desc=name, unit="step"):
+        whole.append(_our_step(training, step, training.packer.state()))
+        took.append(_control_alone(training))
+    shares = {f"{name}_share": _ratio(took, whole)}
+    if name == "quack":
+        shares["health_share"] = _ratio([_timed(training.control.health) for _ in range(4)], whole)
+    return shares
+
+
+def _prepared(args: argparse.Namespace, folder: Path, *keys: str) -> Training:
+    """A run just before its first step."""
+    run = run_config.load(None, [
+        f"model={args.model}", f"output_dir={folder}", f"attn={args.attn}",
+        f"train.block_size={args.block_size}", "evaluate.health_every=1000", *keys,
+    ])  # fmt: skip
+    training = Training(run)
+    training.check()
+    training.build()
+    training.stop = StopSignal()
+    return training
+
+
+def _our_step(training: Training, step: int, place: dict) -> float:
+    training.packer.load_state(place)
+    return _timed(lambda: training.step(step))
+
+
+def _bare_step(training: Training, place: dict) -> float:
+    """What a script of ten lines does with the same batch."""
+    model, optimizer = training.model, training.optimizer
+    training.packer.load_state(place)
+    (batch,) = step_batches(training.packer, rank=0, ranks=1, batch_size=1, grad_accumulation=1)
+    labels = torch.cat([batch["input_ids"][:, :1], batch["labels"][:, :-1]], 1)
+
+    def step() -> None:
+        output = model(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], labels=labels,
+            use_cache=False,
+        )  # fmt: skip
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return _timed(step)
+
+
+def _control_alone(training: Training) -> float:
+    """Norms, the copy before a step and the scaling after it, around an update of nothing."""
+    control = training.control
+    if control.quack is not None:
+        optimizer = training.optimizer
+        return _timed(
+            lambda: (
+                control.quack._keep(optimizer, (), {}),
+                control.quack._scale(optimizer, (), {}),
+                control.after_step(0.0),
+            )
+        )
+    return _timed(lambda: control.after_step(0.0))
+
+
+def _timed(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def _ratio(one: list[float], other: list[float]) -> float:
+    """Of medians, without the first of each, which allocates."""
+    return statistics.median(one[1:]) / statistics.median(other[1:])
+
+
+if __name__ == "__main__":
+    errors.run(main)
