@@ -11,10 +11,6 @@ the step.
 """
 
 import argparse
-import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +22,17 @@ import optimization
 import parallel
 import resuming
 import run_config
-import torch
 import trackers
 import trained
 import training_plots
 from accelerate.utils import set_seed
-from errors import BadInput
-from held_out import HeldOut, brief
-from loading import check_weights, load_model, max_positions, twin, weights_print
+from held_out import brief
 from logit_control import LogitControl
-from loop import Loop, leave_group, merged
-from packing import IGNORED, documents_leak, predicted_tokens, step_batches
+from loop import leave_group
 from run_log import RunLog
-from speed import Speed
 from stop_signal import StopSignal
 from tqdm import tqdm
-
-import hf_sigmoid
-from hf_sigmoid.context_parallel import check_model, context_parallel, split
-from hf_sigmoid.conversions.embedded import checkpoint as resolve
+from update import Update
 
 
 def main(argv: list[str] | None = None) -> Path | None:
@@ -65,10 +53,8 @@ def main(argv: list[str] | None = None) -> Path | None:
         leave_group()
 
 
-class Training(Loop):
-    """One run: `check`, then `build`, then `_steps` does the work."""
-
-    splits_weights = True
+class Training(Update):
+    """One run: `check`, `build`, then `_steps` does the work."""
 
     def start(self, *, dry: bool = False, plot: bool = False) -> Path | None:
         if plot:
@@ -84,97 +70,6 @@ class Training(Loop):
         if final and plot and self.main:
             training_plots.draw(self.folder)
         return final
-
-    def check(self, *, fresh: bool = False) -> None:
-        """Everything that can be known, and refused, before the weights are loaded.
-
-        Args:
-            fresh: do not go on from a checkpoint.
-        """
-        run = self.run
-        trackers.check(run.log.trackers)
-        trained.check(run)
-        self._begin(log_with=run.log.trackers, project_dir=str(self.folder))
-        with self.accelerator.local_main_process_first():
-            self.source = resolve(run.model)
-        check_weights(self.source)
-        self.twin = twin(self.source, run.attn)
-        self.context_group = self.layout.context_group()
-        self._refuse_what_cannot_be_divided()
-        self._tokenize(self.source)
-        self._count_steps()
-        self.held_out = HeldOut(
-            run.evaluate, self.tokenizer, run.train.block_size, max_positions(self.source)
-        )
-        self._find_checkpoint(fresh=fresh)
-        self.control = LogitControl(run.optim, self.twin)
-
-    def build(self) -> None:
-        """The model and its optimiser, ready for a first step."""
-        self.model = self._load_model()
-        bare = self._bare_model()
-        self.speed = Speed(bare, self.accelerator.device, self.run.train.precision)
-        groups = optimization.parameter_groups(bare, self.run, self.query_key_names(bare))
-        self.optimizer = optimization.make_optimizer(groups, self.run)
-        self.control.begin(self.optimizer, self.tokenizer, self.run)
-        self.skipped, self.skipped_in_a_row = 0, 0
-
-    def _refuse_what_cannot_be_divided(self) -> None:
-        run, layout = self.run, self.layout
-        divided = layout.splits_weights or layout.context > 1
-        if divided and run.parameters == "lora":
-            raise BadInput(
-                f"lora.rank: expected one process or data parallel with adapters, got {layout}"
-            )
-        if layout.splits_weights and run.optim.optimizer == "muon":
-            raise BadInput(
-                f"optim.optimizer: expected adamw with {layout}, got muon, which orthogonalises "
-                "whole matrices"
-            )
-        if layout.context > 1:
-            if run.train.block_size % layout.context:
-                raise BadInput(
-                    f"train.block_size: expected a multiple of the {layout.context} processes that "
-                    f"share a row, got {run.train.block_size}"
-                )
-            try:
-                check_model(self.twin)
-            except hf_sigmoid.Unsupported as error:
-                raise BadInput(f"parallelism_config_cp_size {layout.context}: {error}") from error
-        if self.run.checkpoint.state == "sharded" and not self.layout.splits_weights:
-            raise BadInput(
-                "checkpoint.state: expected full where no weights are divided, got sharded on "
-                f"{self.layout}"
-            )
-
-    def _count_steps(self) -> None:
-        """The steps of `train.epochs`."""
-        run = self.run
-        if run.train.epochs is None:
-            return
-        (documents,) = self.corpus.sources
-
-        def count() -> int:
-            bar = tqdm(documents, desc="counting tokens", unit="document")
-            return sum(len(self.encode(document)) for document in bar if document.strip())
-
-        tokens = self._on_main(count)
-        blocks = self.ranks * run.train.batch_size * run.train.grad_accumulation
-        run.counted = max(1, math.ceil(run.train.epochs * tokens / (blocks * run.train.block_size)))
-        if run.warmup_steps > run.steps:
-            raise BadInput(
-                f"optim.warmup_steps: expected at most the {run.steps} steps of "
-                f"train.epochs={run.train.epochs}, got {run.warmup_steps}"
-            )
-
-    def _sources(self) -> dict[str, str]:
-        found = super()._sources()
-        if self.run.parameters == "lora" or self.run.checkpoint.state == "sharded":
-            found["weights"] = weights_print(self.source)
-        return found
-
-    def query_key_names(self, model: Any) -> set[str]:
-        return self.control.query_key_names(model)
 
     def _describe(self) -> None:
         run = self.run
@@ -194,60 +89,6 @@ class Training(Loop):
         self.control = LogitControl(run.optim, cut)
         self.model = trained.select(cut, run).train()
         self._say(dry_run.one_step(self, self.model))
-
-    def _check_disk(self) -> None:
-        """Room for the final model and for checkpoints, before the work."""
-        run = self.run
-        model = trained.select(self.twin, run)
-        size = {True: 0, False: 0}
-        for parameter in model.parameters():
-            size[parameter.requires_grad] += 4 * parameter.numel()
-        saved = size[True] if run.parameters == "lora" else sum(size.values())
-        number = run.checkpoint.keep + 1 if run.checkpoint.every else 1  # one while it is written
-        needed = sum(size.values()) + number * (saved + 2 * size[True])
-        self._check_room(needed)
-        # PEFT has changed the twin, which is a model to ask about; it is not needed any more.
-        self.twin = None
-
-    def _load_model(self) -> Any:
-        run = self.run
-        saved = self.resumed.folder / "model" if self.resumed else None
-        whole = saved is not None and run.parameters != "lora" and not self._in_parts()
-        config = self.layout.distributed_config()
-        # Weights stay in fp32: precision=bf16 is autocast, and small updates are not rounded away.
-        with parallel.transformers_shards():
-            model = load_model(
-                str(saved) if whole else self.source,
-                dtype=torch.float32,
-                attn=run.attn,
-                **({"distributed_config": config} if config else {}),
-            )
-        if self.layout.fsdp:
-            parallel.tie_again(model)
-        if config is None:
-            # Where it will run: another device is another attention path.
-            model.to(self.accelerator.device)
-        self._check_documents(model)
-        if run.train.gradient_checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
-        set_seed(run.seed)  # the start of adapters
-        model = trained.select(model, run, adapter=saved).train()
-        self.control.bind(model)
-        if self.layout.world > 1 and not self.layout.splits_weights:
-            model = self.accelerator.prepare(model)
-        return model
-
-    def _in_parts(self) -> bool:
-        return bool(self.resumed) and self.resumed.manifest["state"] == "sharded"
-
-    def _check_documents(self, model: Any) -> None:
-        leak = documents_leak(model)
-        parallel.reshard(model)
-        if leak:
-            raise BadInput(
-                f"{type(model).__name__} with attn {model.config._attn_implementation!r} lets the "
-                "documents of a packed block see each other; expected one that honours position_ids"
-            )
 
     def _train(self) -> Path | None:
         run, done, pending = self.run, 0, None
@@ -346,94 +187,6 @@ class Training(Loop):
         parallel.reshard(model)
         return found
 
-    def step(self, step: int) -> tuple[dict[str, Any], bool]:
-        """One update. The values to log, and whether any process was asked to stop."""
-        run, started = self.run, time.perf_counter()
-        # Dropout's numbers follow from the step, so there is no generator state to save.
-        own = self.layout.averaged_rank
-        set_seed(((run.seed * 1_000_003 + step) * 4099 + own) % 2**32)
-        place = self.packer.state()
-        batches = step_batches(
-            self.packer, rank=self.rank, ranks=self.ranks,
-            batch_size=run.train.batch_size, grad_accumulation=run.train.grad_accumulation,
-        )  # fmt: skip
-        keys = sum(self.speed.keys(batch["position_ids"]) for batch in batches)
-        with self.control.recording():
-            loss, grad_norm = self.loss_and_gradients(self.model, batches)
-        keys, stopping = self._sum(keys, float(self.stop.asked))
-        factor = optimization.lr_factor(
-            step,
-            steps=run.steps,
-            warmup_steps=run.warmup_steps,
-            min_ratio=run.optim.min_lr_ratio,
-            schedule=run.optim.schedule,
-        )
-        values = {"loss": loss, "lr": run.optim.lr * factor, "grad_norm": grad_norm}
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            optimization.set_lr(self.optimizer, factor)
-            self.optimizer.step()
-            parallel.reshard(self._bare_model())
-            values |= self.control.after_step(run.optim.lr * factor)
-            self.skipped_in_a_row = 0
-        else:
-            values |= self._skip(step, loss, grad_norm, place)
-        self.optimizer.zero_grad()
-        tokens = self.blocks_per_step * run.train.block_size
-        values |= {"tokens": step * tokens, "skipped": self.skipped}
-        values |= self.speed.measure(
-            tokens=tokens,
-            keys=int(keys),
-            seconds=time.perf_counter() - started,
-            processes=self.layout.world,
-        )
-        return values, bool(stopping)
-
-    def loss_and_gradients(self, model: Any, batches: list[dict]) -> tuple[float, float]:
-        """Mean cross entropy over all predicted tokens of the step, and its gradient's norm."""
-        predicted = max(1, int(self._sum(predicted_tokens(batches))[0]))
-        total = 0.0
-        for number, batch in enumerate(batches, 1):
-            with (
-                parallel.without_reduction(model, last=number == len(batches)),
-                self._shared_rows(batch) as part,
-            ):
-                with self.accelerator.autocast():
-                    loss = _summed_cross_entropy(model, part)
-                # Gradients are averaged over the processes; this loss is their sum.
-                (loss * (self.layout.averaged / predicted)).backward()
-            total += loss.item()
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        norm = parallel.norm_and_clip(self.accelerator, parameters, self.run.optim.clip or math.inf)
-        return self._sum(total, of_parts=True)[0] / predicted, norm
-
-    @contextmanager
-    def _shared_rows(self, batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-        """This process's part of a batch, on its device, while attention sees whole rows."""
-        batch = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
-        if self.layout.context == 1:
-            yield batch
-            return
-        group = self.context_group
-        with context_parallel(self._bare_model(), group, batch["position_ids"]):
-            yield {name: split(tensor, group) for name, tensor in batch.items()}
-
-    def _skip(self, step: int, loss: float, grad_norm: float, place: dict) -> dict[str, Any]:
-        """No update of any process; what to log of it."""
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        if self.skipped_in_a_row >= self.run.train.max_skipped:
-            raise FloatingPointError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}, the "
-                f"{self.skipped_in_a_row}. step in a row that is not finite "
-                "(train.max_skipped); it changed no weight. "
-                + self._last_checkpoint(step - self.skipped_in_a_row)
-            )
-        self._say(f"step {step} skipped: loss {loss}, gradient norm {grad_norm}")
-        # Where the packers stood says which text it was: their seeds are the run's.
-        from_places = self._everywhere(place)
-        packers = merged(from_places)
-        return {"loss": None, "grad_norm": None, "batch": packers}
-
     def _not_finite(self) -> str | None:
         """A weight that a step has ruined, in what this process holds."""
         for name, parameter in self._bare_model().named_parameters():
@@ -470,25 +223,6 @@ class Training(Loop):
 
     def log_lines(self) -> list[str]:
         return (self.folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
-
-    def _bare_model(self) -> Any:
-        return self.accelerator.unwrap_model(self.model)
-
-
-def _summed_cross_entropy(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    # Without a mask and a cache, transformers reads the documents off position_ids.
-    logits = model(
-        input_ids=batch["input_ids"],
-        position_ids=batch["position_ids"],
-        attention_mask=None,
-        use_cache=False,
-    ).logits
-    return torch.nn.functional.cross_entropy(
-        parallel.whole(logits).float().flatten(0, 1),
-        batch["labels"].flatten(),
-        ignore_index=IGNORED,
-        reduction="sum",
-    )
 
 
 def _line(values: dict[str, Any]) -> str:

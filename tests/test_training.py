@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training_runs import BLOCK, POSITIONS, RECIPES, arguments, launch, lines, losses
+from training_runs import BLOCK, POSITIONS, RECIPES, arguments, lines, losses, work
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 import checkpointing  # isort: skip
@@ -21,6 +21,7 @@ import held_out  # isort: skip
 import optimization  # isort: skip
 import packing  # isort: skip
 import run_config  # isort: skip
+import update  # isort: skip
 from errors import BadInput  # isort: skip
 
 
@@ -326,28 +327,24 @@ def without_dropout(tiny, tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_loss_does_not_depend_on_how_a_batch_is_divided(
-    without_dropout, corpus_file, tmp_path, world, accumulation
-):
+def test_the_loss_does_not_depend_on_how_a_batch_is_divided(without_dropout, corpus_file, tmp_path):
     """Documents are ragged, so a mean of means would differ in the second digit."""
 
-    def run(name, world, accumulation):
+    def job(world, accumulation):
         keys = {"train.batch_size": 8 // (world * accumulation), "data.streams": 2}
         keys |= {"train.grad_accumulation": accumulation, "train.steps": 3, "checkpoint.every": 0}
-        argv = arguments(without_dropout, corpus_file, tmp_path / name, **keys)
-        if world == 1:
-            continue_pretrain.main(argv)
-        else:
-            launch(argv)
-        return [
-            [line[k] for k in ("loss", "grad_norm", "tokens")] for line in lines(tmp_path / name)
-        ]
+        return arguments(without_dropout, corpus_file, tmp_path / f"{world}x{accumulation}", **keys)
 
-    whole = run("whole", 1, 1)
-    divided = run("divided", world, accumulation)
-    assert divided == [pytest.approx(line, rel=1e-5) for line in whole]
+    for accumulation in (1, 2, 4):
+        continue_pretrain.main(job(1, accumulation))
+    work([({}, job(2, accumulation), 0) for accumulation in (1, 2, 4)], processes=2)
+    rows = {
+        out.name: [[line[k] for k in ("loss", "grad_norm", "tokens")] for line in lines(out)]
+        for out in tmp_path.iterdir()
+    }
+    assert rows.keys() == {"1x1", "1x2", "1x4", "2x1", "2x2", "2x4"}
+    for divided in rows.values():
+        assert divided == [pytest.approx(line, rel=1e-5) for line in rows["1x1"]]
 
 
 def test_row_numbers_train_under_bf16_and_checkpointing(tiny, corpus_file, tmp_path):
@@ -472,13 +469,13 @@ def test_a_signal_during_evaluation_saves_and_the_evaluation_is_made_up_for(
 
 def not_finite_in(monkeypatch, *calls: int) -> None:
     """Some of the recipe's losses become NaN, with NaN gradients."""
-    loss, number = continue_pretrain._summed_cross_entropy, iter(range(1, 10**6))
+    loss, number = update._summed_cross_entropy, iter(range(1, 10**6))
 
     def broken(*given):
         value = loss(*given)
         return value * float("nan") if next(number) in calls else value
 
-    monkeypatch.setattr(continue_pretrain, "_summed_cross_entropy", broken)
+    monkeypatch.setattr(update, "_summed_cross_entropy", broken)
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
@@ -506,7 +503,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_too(tiny, corpus_file, tmp_path, monkeypatch):
-    loss, number = continue_pretrain._summed_cross_entropy, iter(range(1, 100))
+    loss, number = update._summed_cross_entropy, iter(range(1, 100))
 
     def broken(*given):
         value = loss(*given)
@@ -514,7 +511,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_too(tiny, corpus_file, tmp_pat
             value = value + (value - value.detach()).clamp(min=0).sqrt()
         return value
 
-    monkeypatch.setattr(continue_pretrain, "_summed_cross_entropy", broken)
+    monkeypatch.setattr(update, "_summed_cross_entropy", broken)
     continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **{"train.steps": 3}))
     assert [line["grad_norm"] is None for line in lines(tmp_path)] == [False, True, False]
 

@@ -1,5 +1,6 @@
 """continue_pretrain.py on two gloo processes: DDP, FSDP2, tensor parallelism, and both."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
-from training_runs import RECIPES, arguments, launch, lines, losses
+from training_runs import RECIPES, arguments, launch, losses, work
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpointing  # isort: skip
@@ -50,13 +51,11 @@ KEYS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def model(request, tiny, tmp_path_factory) -> str:
-    """Without dropout, which draws by shape; with and without one weight for both embeddings."""
-    folder = tmp_path_factory.mktemp("model")
+def without_dropout(tiny: str, folder: Path, *, tied: bool) -> str:
+    """Dropout draws by shape. With and without one weight for both embeddings."""
     model = AutoModelForCausalLM.from_pretrained(tiny)
     model.config.attention_dropout = 0.0
-    if not request.param:
+    if not tied:
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 0.5)
     model.save_pretrained(folder)
@@ -64,17 +63,10 @@ def model(request, tiny, tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def alone(model, corpus_file, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("alone") / "out"
-    continue_pretrain.main(arguments(model, corpus_file, out, **KEYS, **WHOLE))
-    return out
-
-
-def followed(out: Path) -> list[list[float]]:
+def followed(out: Path, log: str = "log.jsonl") -> list[list[float]]:
     """Numbers of every step: of the training, the control, the evaluation and the health."""
     rows = []
-    for line in lines(out):
+    for line in map(json.loads, (out / log).read_text().splitlines()):
         row = [line["loss"], line["grad_norm"], *line["qk_lr"], line["max_logit"]]
         row += [line["clipped_heads"], *line.get("held_out", {}).values()]
         row += line.get("needle", {}).values()
@@ -84,27 +76,33 @@ def followed(out: Path) -> list[list[float]]:
     return rows
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_a_divided_run_is_the_run_of_one_process_and_resumes(
-    model, alone, corpus_file, tmp_path, way
+    tiny, corpus_file, tmp_path, processes, tied
 ):
-    environment, processes, keys = WAYS[way]
-    argv = arguments(model, corpus_file, tmp_path, **KEYS, **keys)
-    launch(argv, processes=processes, **environment)
-    assert followed(tmp_path) == [pytest.approx(row, rel=2e-4, abs=2e-5) for row in followed(alone)]
-    whole = followed(tmp_path)
-    ours, theirs = (load_file(out / "final" / "model.safetensors") for out in (tmp_path, alone))
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
-    (tmp_path / "final").rename(tmp_path / "finished")
-
-    # From step 4 on once more, to the last bit.
-    said = launch(argv, processes=processes, **environment)
-    assert "resuming after step 4 of 5" in said
-    assert followed(tmp_path) == whole
-    again, before = (load_file(tmp_path / n / "model.safetensors") for n in ("final", "finished"))
-    assert all(torch.equal(again[name], before[name]) for name in again | before)
+    model = without_dropout(tiny, tmp_path / "model", tied=tied)
+    alone = tmp_path / "alone"
+    continue_pretrain.main(arguments(model, corpus_file, alone, **KEYS, **WHOLE))
+    ways = {name: way for name, way in WAYS.items() if way[1] == processes}
+    jobs = [
+        (environment, arguments(model, corpus_file, tmp_path / name, **KEYS, **keys), 4)
+        for name, (environment, _, keys) in ways.items()
+    ]
+    work(jobs, processes=processes)
+    theirs = load_file(alone / "final" / "model.safetensors")
+    for name in ways:
+        out = tmp_path / name
+        expected = [pytest.approx(row, rel=2e-4, abs=2e-5) for row in followed(alone)]
+        assert followed(out, "finished.jsonl") == expected, name
+        ours = load_file(out / "finished" / "model.safetensors")
+        assert ours.keys() == theirs.keys(), name
+        for tensor in ours:
+            torch.testing.assert_close(ours[tensor], theirs[tensor], rtol=1e-3, atol=1e-5)
+        # From step 4 on once more, to the last bit.
+        assert followed(out) == followed(out, "finished.jsonl"), name
+        again = load_file(out / "final" / "model.safetensors")
+        assert all(torch.equal(again[tensor], ours[tensor]) for tensor in again | ours), name
 
 
 def test_a_whole_state_fits_every_layout_and_a_sharded_one_its_own(

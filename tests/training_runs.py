@@ -56,3 +56,15 @@ def launch(argv: list[str], *, processes: int = 2, **environment: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-5000:]
     return done.stdout
+
+
+def work(jobs: list[tuple[dict[str, str], list[str], int]], *, processes: int) -> None:
+    """`training_worker.py` in several gloo processes, which are started once for all jobs."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+        str(Path(__file__).with_name("training_worker.py")), json.dumps(jobs),
+    ]  # fmt: skip
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-6000:]
