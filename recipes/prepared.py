@@ -112,7 +112,8 @@ class Prepared(Loop):
 
     def _sources(self) -> dict[str, str]:
         found = super()._sources()
-        if self.run.parameters == "lora" or self.run.checkpoint.state == "sharded":
+        parts = self.run.checkpoint.state == "sharded" or self._in_parts()
+        if parts or self.run.parameters == "lora":
             found["weights"] = weights_print(self.source)
         return found
 

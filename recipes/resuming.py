@@ -103,6 +103,12 @@ def check(
         raise BadInput(
             f"data.streams: expected the {manifest['streams']} of {folder}, got {streams}"
         )
+    # Parts lie as the processes that wrote them held them.
+    if manifest.get("state") == "sharded" and manifest["layout"] != layout:
+        raise BadInput(
+            f"{folder} has a sharded state: expected the layout that wrote it, "
+            f"{manifest['layout']}, got {layout} (checkpoint.state=full fits every layout)"
+        )
     for what, expected in manifest["sources"].items():
         if sources[what] != expected:
             raise BadInput(
@@ -110,12 +116,6 @@ def check(
                 "the same"
             )
     run_log.check(folder.parents[1] / LOG, after=checkpoint.step - bool(manifest.get("pending")))
-    # Parts lie as the processes that wrote them held them.
-    if manifest.get("state") == "sharded" and manifest["layout"] != layout:
-        raise BadInput(
-            f"{folder} has a sharded state: expected the layout that wrote it, "
-            f"{manifest['layout']}, got {layout} (checkpoint.state=full fits every layout)"
-        )
     if checkpoint.step > run.steps:
         raise BadInput(
             f"train.steps: expected at least the {checkpoint.step} steps of {folder}, got "
