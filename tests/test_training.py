@@ -870,3 +870,22 @@ def test_operations_are_those_that_are_done(tiny, experts):
         2,
     )
     assert Speed(model, torch.device("cpu"), "fp32").keys(positions) == 24 + (1 + 2 + 2 + 1 + 2) + 9
+
+
+def test_an_adapter_is_merged_by_the_command_line_as_at_the_end_of_its_run(
+    tiny, corpus_file, tmp_path
+):
+    from hf_sigmoid.conversions.__main__ import main as hf_sigmoid_main
+
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="ssmax").save_pretrained(base)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(base)
+    keys = {"lora.rank": 4, "train.steps": 3, "optim.log_length_lr": 0.1}
+    final = continue_pretrain.main(arguments(str(base), corpus_file, tmp_path / "out", **keys))
+    merged = tmp_path / "merged"
+    assert not hf_sigmoid_main(["merge", str(final / "adapter"), str(merged), "--base", str(base)])
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (merged, final))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name])
+    assert not torch.equal(theirs["model.layers.0.self_attn.log_length.slope"], torch.zeros(4))
