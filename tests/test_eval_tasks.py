@@ -19,7 +19,7 @@ from tokenizers import models as token_models
 from transformers import PreTrainedTokenizerFast
 
 from hf_sigmoid import text
-from hf_sigmoid.evals import KINDS, RULER, PromptBuilder, Sample, Spec, parse
+from hf_sigmoid.evals import KINDS, RULER, PromptBuilder, Sample, Spec, parse, words
 from hf_sigmoid.evals.facts import HEAD
 from hf_sigmoid.evals.haystacks import Haystack
 from hf_sigmoid.evals.riddles import RIDDLES
@@ -170,6 +170,19 @@ def test_without_its_needles_a_prompt_is_a_window_between_fixed_parts(made):
 
 
 @examples
+@given(samples(specs=[spec for spec in WITH_DEPTH if spec[:2] not in ("vt", "pa")]))
+def test_windows_cut_no_word_and_none_of_their_text_is_lost(made):
+    kind, made_by, sample = made
+    head, tail = fixed_parts(kind, sample)
+    ids = sample.prompt[: sample.length - len(tail)]
+    for needle in reversed(sample.needles):
+        ids = ids[: needle.start] + ids[needle.stop :]
+    window, haystack = ids[len(head) :], made_by.haystack.ids
+    said, whole = (" ".join(decoded(kind, each).split()) for each in (window, haystack))
+    assert f" {said} " in f" {whole} "
+
+
+@examples
 @given(samples(specs=WITH_DEPTH))
 def test_needles_are_whole_sentences_between_sentences(made):
     kind, _, sample = made
@@ -187,16 +200,16 @@ def test_needles_are_whole_sentences_between_sentences(made):
 @given(samples())
 def test_answers_and_decoys_are_told_apart_by_their_ids(made):
     kind, made_by, sample = made
-    assert loose(decoded(kind, sample.answer)) == loose(", ".join(sample.answer_texts))
+    assert loose(decoded(kind, sample.answer)) == loose(listed(sample.answer_texts))
     for (start, stop), part in zip(sample.parts, sample.answer_texts, strict=True):
         assert loose(decoded(kind, sample.answer[start:stop])) == loose(part)
     assert 1 <= len(sample.decoys) == len(sample.decoy_texts) <= made_by.decoys
     everything = [sample.answer, *sample.decoys]
     for i, one in enumerate(everything):
         assert all(other[: len(one)] != one for other in everything[:i] + everything[i + 1 :])
-    for ids, words in zip(sample.decoys, sample.decoy_texts, strict=True):
-        assert loose(decoded(kind, ids)) == loose(", ".join(words))
-        assert len(words) == len(sample.answer_texts) and words != sample.answer_texts
+    for ids, said in zip(sample.decoys, sample.decoy_texts, strict=True):
+        assert loose(decoded(kind, ids)) == loose(listed(said))
+        assert len(said) == len(sample.answer_texts) and said != sample.answer_texts
     assert json.loads(json.dumps(sample.record()))["answer"] == list(sample.answer_texts)
 
 
@@ -251,6 +264,10 @@ def test_the_settings_of_ruler_are_kept(kind):
     assert sample.task == "vt:1x4" and len(sample.answer_texts) == 5
     assert [needle.supports for needle in sample.needles] == [True] * 5
     assert sample.pivot == 0
+    for index in range(6):
+        sample = builder(kind).build("vt:3x2", length=2000, depth=0.5, index=index)
+        supports = [needle.supports for needle in sample.needles]
+        assert sum(supports) == 3 and supports.index(True) == sample.pivot
     for task, supports, all_needles in (
         ("multikey:3", 1, 4), ("multivalue:4", 4, 4), ("multiquery:4", 4, 4), ("nolap", 1, 4),
         ("multikey:16", 1, 17), ("single", 1, 1), ("passkey", 1, 1),
@@ -289,11 +306,13 @@ def test_riddles_share_no_word_with_their_questions():
 # What a sample depends on.
 
 
-@settings(max_examples=40)
+@settings(max_examples=8)
 @given(st.permutations(SPECS), st.sampled_from(TOKENIZERS), st.integers(0, 5))
 def test_samples_do_not_depend_on_order_or_on_other_samples(order, kind, seed):
     first = fresh(kind)
-    expected = {spec: grid(first, spec, seed) for spec in SPECS[:8]}
+    expected = {
+        spec: grid(first, spec, seed) for spec in [*SPECS[:6], "vt:3x2", "passkey", "babi:2"]
+    }
     second = fresh(kind)
     # Longer ones first, so that whatever is kept is another size.
     second.build("vt", length=5000), second.build("passkey", length=3000)
@@ -336,7 +355,9 @@ def test_base_and_chat_prompts_ask_the_same():
         assert (base.is_chat, chat.is_chat) == (False, True)
         if parse(spec).has_depth:
             assert base.answer_texts == chat.answer_texts
-            assert [n.text for n in base.needles] == [n.text for n in chat.needles]
+            # In windows of other sizes, needles that keep no order may change places.
+            said, asked = ({n.text for n in each.needles} for each in (base, chat))
+            assert said == asked
     said = decoded(TOKENIZERS[0], chat.prompt)
     assert said.startswith("<s><user>Read the list")
     assert said.endswith("?</s><assistant>" + chat.answer_prefix)
@@ -441,6 +462,19 @@ def test_bad_haystacks_are_errors():
         full.build("nolap", length=2000)
 
 
+def test_needles_say_nothing_that_the_haystack_holds_already():
+    left = {"amber kettle", "tin walrus"}
+    every = [f"{a} {n}" for a in words.ADJECTIVES for n in words.NOUNS]
+    told = " ".join(f"The {key.upper()} fell. It broke." for key in every if key not in left)
+    made = PromptBuilder(tokenizer(TOKENIZERS[0]), told)
+    for index in range(8):
+        sample = made.build("multikey:1", length=900, index=index)
+        keys = {re.search(r"of the (\w+ \w+) is", needle.text)[1] for needle in sample.needles}
+        assert keys == left
+    with pytest.raises(ValueError, match="does not hold 3 of our things"):
+        made.build("multikey:2", length=900)
+
+
 def test_other_bad_arguments_are_errors():
     made = builder(TOKENIZERS[0])
     for depth in (-0.1, 1.5, float("nan")):
@@ -525,7 +559,7 @@ def solve_multiquery(body: str, question: str) -> list[str]:
 
 
 def solve_passkey(body: str, question: str) -> list[str]:
-    return re.findall(r"the pass key is (\d+)\.", body)
+    return re.findall(r"the pass key is the number (\d+)\.", body)
 
 
 def solve_vt(body: str, question: str) -> list[str]:
@@ -576,6 +610,12 @@ def solve_babi(body: str, question: str) -> list[str]:
     if not before:
         return path[-1:]
     return [path[path.index(before[1]) - 1]] if before[1] in path else []
+
+
+def listed(parts: tuple[str, ...]) -> str:
+    return {1: "{}", 2: "{} and {}"}.get(
+        len(parts), ", ".join(["{}"] * (len(parts) - 1)) + ", and {}"
+    ).format(*parts)
 
 
 def list_of(kind: str, sample: Sample) -> str:

@@ -1,0 +1,104 @@
+"""Pieces of text as ids that stand between other ids, and a chat template as two such pieces.
+
+A tokenizer treats the beginning of a text in ways of its own: it adds BOS, or a blank. A piece
+that goes into the middle is encoded behind a letter, which is then taken off again.
+"""
+
+from typing import Any
+
+Offsets = list[tuple[int, int]]  # in characters of the text encoded
+_ANCHOR = "a"
+_CONTENT = "CONTENTGOESHERE"
+
+
+class Encoder:
+    """One tokenizer's ids of pieces of text."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.dot: int = self.after(" .")[-1]  # a dot's own id, whether or not it has a blank
+
+    def plain(self, text: str) -> list[int]:
+        """Ids of a text as it stands; special tokens written in it are read as such."""
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def after(self, text: str) -> list[int]:
+        """Ids of a piece that begins with a blank or a line break, within a text."""
+        return self.continuation(_ANCHOR, text)[0]
+
+    def continuation(self, text: str, continuation: str) -> tuple[list[int], Offsets]:
+        """Ids of what follows a text, as the tokenizer splits the two together, and their places.
+
+        The text's own ids are the same whatever follows, so nothing of an answer shows in the
+        prompt before it.
+        """
+        alone = self.plain(text)
+        encoded = self._with_offsets(text + continuation)
+        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        size, shift = len(alone), len(text)
+        if ids[:size] != alone:
+            # The last token of the text took some of what follows: split between them instead.
+            encoded = self._with_offsets(continuation)
+            return encoded["input_ids"], encoded["offset_mapping"]
+        return ids[size:], [(start - shift, stop - shift) for start, stop in offsets[size:]]
+
+    def written(self, text: str) -> list[int]:
+        """As `after`, of words that the answer depends on.
+
+        Raises:
+            ValueError: a tokenizer that has no tokens for them.
+        """
+        ids = self.after(text)
+        if self.is_unknown(ids):
+            raise ValueError(
+                f"the tokenizer has no tokens for {text!r}, expected one that can write it"
+            )
+        return ids
+
+    def special_prefix(self) -> list[int]:
+        """The ids that the tokenizer puts before a text, such as BOS; they count as prompt."""
+        plain, whole = self.plain(_ANCHOR), self.tokenizer(_ANCHOR)["input_ids"]
+        size = len(plain)
+        starts = range(len(whole) - size + 1)
+        return next((whole[:i] for i in starts if whole[i : i + size] == plain), [])
+
+    def round_trips(self, text: str) -> bool:
+        """Whether decoding the ids of a text gives the text back."""
+        ids = self.plain(text)
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+    def is_unknown(self, ids: list[int]) -> bool:
+        """Whether any id stands for what the tokenizer has no token for."""
+        unknown = self.tokenizer.unk_token_id
+        # In byte-level vocabularies the unknown token is often end-of-text, which no text gives.
+        return unknown is not None and unknown in ids
+
+    def _with_offsets(self, text: str) -> Any:
+        return self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+
+
+def chat_frame(tokenizer: Any, options: dict[str, Any]) -> tuple[str, str]:
+    """What a chat template puts before and behind the words of one user.
+
+    Raises:
+        ValueError: no template, or one that does not give the user's words once, as they are.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"the tokenizer {type(tokenizer).__name__} has no chat template, expected one for "
+            "chat prompts: ask for base prompts"
+        )
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _CONTENT}],
+        tokenize=False,
+        add_generation_prompt=True,
+        **options,
+    )
+    parts = text.split(_CONTENT)
+    if len(parts) != 2:
+        raise ValueError(
+            f"expected a chat template that gives the user's words once, got {len(parts) - 1} times"
+        )
+    return parts[0], parts[1]

@@ -1,0 +1,107 @@
+"""A text as the ids of one tokenizer, with the places where its sentences begin.
+
+Needles go where a sentence begins, and a prompt takes a window of the ids: nothing is encoded
+again, so no length can change. `conversions/haystack.py` has the same idea for one task; this one
+also knows full stops without a blank behind them (Chinese, Japanese), capitals of any script, and
+titles such as "Mr.", which end no sentence.
+"""
+
+import bisect
+import itertools
+import random
+import re
+from typing import Any
+
+# A full stop and whatever closes a quotation or bracket: followed by a blank, or East Asian.
+# Escaped where a sign looks like an ASCII one: quotation marks, East Asian ! ? and brackets.
+_STOP = re.compile(r"[.!?…।؟][\"'\u201d\u2019»)\]]*(?= )|[。\uff01\uff1f][」』\u201d\u2019\uff09]*")
+_TITLE = re.compile(r"(?:^|[\s\"'\u201c\u2018(])(?:Mr|Mrs|Ms|Messrs|Dr|St|No|[A-Z])\.$")
+_OPENING = "\"'\u201c\u2018«([「『\uff08"
+
+
+class Haystack:
+    """A text to hide needles in.
+
+    Args:
+        text: any; line breaks are read as blanks, lines `CHAPTER n` left out.
+        tokenizer: a fast tokenizer, since places in the text come from its offsets.
+
+    Raises:
+        ValueError: an empty text, one without sentences, another tokenizer.
+    """
+
+    def __init__(self, text: str, tokenizer: Any):
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(f"expected a fast tokenizer, got {type(tokenizer).__name__}")
+        words = re.sub(r"(?m)^CHAPTER \w+$", "", text).split()
+        if not words:
+            raise ValueError("the haystack is empty, expected a text")
+        self.text = " " + " ".join(words)
+        encoded = tokenizer(
+            self.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        self._folded = self.text.casefold()
+        self.ids: list[int] = encoded["input_ids"]
+        offsets = encoded["offset_mapping"]
+        self.boundaries = _sentence_starts(self.text, offsets)
+        self._words = [_begins_word(self.text, start) for start, _ in offsets] + [True]
+        if not self.boundaries:
+            raise ValueError(
+                f"the haystack of {len(words)} words has no sentence to put a needle before, "
+                "expected two sentences at least"
+            )
+
+    def __contains__(self, words: str) -> bool:
+        """Whether the text holds these words, in any case; a needle must not be there before."""
+        return words.casefold() in self._folded
+
+    def place(self, rng: random.Random, before: int, after: int) -> int:
+        """A random sentence start with so many tokens on either side.
+
+        One is drawn; the first from there at which neither end of the window cuts a word is taken,
+        or the one drawn if there is no such place.
+
+        Raises:
+            ValueError: there is none.
+        """
+        low = bisect.bisect_left(self.boundaries, before)
+        high = bisect.bisect_right(self.boundaries, len(self.ids) - after)
+        if low >= high:
+            raise ValueError(
+                f"the haystack has {len(self.ids)} tokens, expected well over the "
+                f"{before + after} that the prompt needs of it: give a longer text"
+            )
+        first = rng.randrange(low, high)
+        for i in itertools.chain(range(first, high), range(low, first)):
+            place = self.boundaries[i]
+            if self._words[place - before] and self._words[place + after]:
+                return place
+        return self.boundaries[first]
+
+    def nearest(self, place: int, start: int, stop: int) -> int | None:
+        """The sentence start nearest to `place` within start … stop, the earlier of two."""
+        low = bisect.bisect_left(self.boundaries, start)
+        high = bisect.bisect_right(self.boundaries, stop)
+        at = bisect.bisect_left(self.boundaries, place, low, high)
+        around = self.boundaries[max(low, at - 1) : min(high, at + 1)]
+        return min(around, key=lambda each: abs(each - place), default=None)
+
+
+def _begins_word(text: str, start: int) -> bool:
+    """Whether a token that starts here begins a word, with its blank or behind it."""
+    return text[start].isspace() or not start or text[start - 1].isspace()
+
+
+def _sentence_starts(text: str, offsets: list[tuple[int, int]]) -> list[int]:
+    """Indices of the tokens that begin a sentence, their leading blank included."""
+    ends = [end for _, end in offsets]
+    starts = []
+    for match in _STOP.finditer(text):
+        end = match.end()
+        following = text[end : end + 3].lstrip().lstrip(_OPENING)
+        if not following or following[0].islower() or _TITLE.search(text[max(0, end - 9) : end]):
+            continue
+        token = bisect.bisect_right(ends, end)  # the first to reach beyond the sentence's end
+        if token < len(offsets) and offsets[token][0] >= end:
+            starts.append(token)
+    return sorted(set(starts))

@@ -1,0 +1,81 @@
+"""One question in a prompt's ids, with all that is needed to score it, and to log it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Where one needle stands: its ids are `prompt[start:stop]`.
+
+    `depth` is the share of the haystack's tokens before it (of the list's, in a list of words).
+    """
+
+    start: int
+    stop: int
+    depth: float
+    supports: bool  # the answer, or is a distractor
+    text: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt of exactly `length` ids; the answer comes behind them and is not counted.
+
+    `answer` is all of the answer's ids, `parts` where each thing asked for stands in it, so that
+    commas and an `and` need not count. `decoys` are wrong answers of the same kind: none begins
+    another, or the answer, so that every one is told apart by its ids.
+    """
+
+    task: str
+    length: int
+    depth: float | None  # as asked; None of a list, or if it was drawn
+    seed: int
+    index: int
+    key: str  # of everything that the random numbers come from
+    is_chat: bool
+    prompt: list[int]
+    answer: list[int]
+    parts: tuple[tuple[int, int], ...]
+    decoys: list[list[int]]
+    needles: tuple[Needle, ...]  # in the order of the prompt
+    pivot: int | None  # which of them stands at the depth asked
+    question: str
+    answer_prefix: str
+    answer_texts: tuple[str, ...]
+    decoy_texts: tuple[tuple[str, ...], ...]
+
+    @property
+    def realised_depth(self) -> float | None:
+        """Of the needle that stands at the depth asked; None of a list of words."""
+        return None if self.pivot is None else self.needles[self.pivot].depth
+
+    @property
+    def positions(self) -> int:
+        """How many a model must have, for the answer and for every decoy."""
+        return len(self.prompt) + max(map(len, [self.answer, *self.decoys]))
+
+    @property
+    def support(self) -> tuple[tuple[int, int], ...]:
+        """[start, stop) of the needles that the answer follows from."""
+        return tuple((each.start, each.stop) for each in self.needles if each.supports)
+
+    def record(self) -> dict[str, Any]:
+        """What a log needs, as JSON holds it: all but the ids of the prompt and the decoys."""
+        return {
+            "task": self.task,
+            "length": self.length,
+            "depth": self.depth,
+            "seed": self.seed,
+            "index": self.index,
+            "key": self.key,
+            "is_chat": self.is_chat,
+            "prompt_tokens": len(self.prompt),
+            "answer_tokens": len(self.answer),
+            "realised_depth": self.realised_depth,
+            "needles": [[n.start, n.stop, n.depth, n.supports] for n in self.needles],
+            "question": self.question,
+            "answer_prefix": self.answer_prefix,
+            "answer": list(self.answer_texts),
+            "decoys": [list(each) for each in self.decoy_texts],
+        }
