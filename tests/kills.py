@@ -67,7 +67,7 @@ def kill_and_compare(folder: Path, kills: int, moments: random.Random) -> dict[s
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )  # fmt: skip
             try:
-                alive = seconds * 3 if counts["kills"] == kills else moments.uniform(0, seconds)
+                alive = 900 if counts["kills"] == kills else moments.uniform(0, seconds)
                 said, errors = run.communicate(timeout=alive)
             except subprocess.TimeoutExpired:
                 run.kill()
