@@ -86,7 +86,7 @@ def convert_training(
     )
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
@@ -116,7 +116,7 @@ def _convert_run(source: Path, target: Path, function: str, options: dict) -> di
                 shutil.copy2(path, step / path.name)
         files = {str(p.relative_to(step)): p for p in sorted(step.rglob("*")) if p.is_file()}
         sizes = {name: path.stat().st_size for name, path in files.items()}
-        hashes = {name: _sha256(path) for name, path in files.items()}
+        hashes = {name: file_sha256(path) for name, path in files.items()}
         sealed = {**manifest, "files": sizes, "sha256": hashes}
         (step / MANIFEST).write_text(json.dumps(sealed, indent=1))
         config.update(attn=None, output_dir=str(target))  # null: what the checkpoint says

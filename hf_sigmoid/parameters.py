@@ -44,7 +44,7 @@ class LogLength(nn.Module):
         """Set every parameter to what the config says."""
         for name, parameter in self.named_parameters(recurse=False):
             value = _value(self.values[name], self.heads, parameter)
-            init.copy_(parameter, _laid_out(value, parameter))
+            init.copy_(parameter, divided_like(value, parameter))
 
     def is_initial(self) -> bool:
         """Does every parameter still have the value that the config gives it?"""
@@ -52,7 +52,7 @@ class LogLength(nn.Module):
             if parameter.is_meta:
                 continue
             value = _value(self.values[name], self.heads, parameter)
-            if not torch.equal(_local(parameter), _local(_laid_out(value, parameter))):
+            if not torch.equal(_local(parameter), _local(divided_like(value, parameter))):
                 return False
         return True
 
@@ -224,8 +224,9 @@ def _local(parameter: Tensor) -> Tensor:
     return (parameter.to_local() if hasattr(parameter, "to_local") else parameter) * 1.0
 
 
-def _laid_out(whole: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor that every process has, divided as the parameter is."""
+def divided_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor, known to every process, where and as a parameter of its shape is divided."""
+    whole = whole.to(parameter.device)
     if not hasattr(parameter, "placements"):
         return whole
     from torch.distributed.tensor import DTensor, Replicate

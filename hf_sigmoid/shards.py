@@ -66,7 +66,11 @@ class Rows:
 
 
 def reshard(model: nn.Module) -> None:
-    """FSDP2 leaves gathered copies in the place of a root's parameters after a forward pass."""
+    """Let go of the weights that FSDP2 keeps gathered.
+
+    After a forward pass without a backward one they stand in the place of the sharded ones, which
+    optimisers and checkpoints mean; after a step they are the old ones.
+    """
     if dist.is_available() and dist.is_initialized():
         from torch.distributed.fsdp import FSDPModule
 

@@ -5,7 +5,6 @@ the SHA-256 of every file, and renamed. Whatever a killed run left behind has no
 wrong name and is never read; whatever has changed since is found by its hash.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,9 +16,12 @@ from typing import Any
 
 import torch
 from errors import BadInput
-from parallel import divided_like, local, whole
+from parallel import local, whole
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+
+from hf_sigmoid.conversions.training import file_sha256
+from hf_sigmoid.parameters import divided_like
 
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"
@@ -70,7 +72,7 @@ def save(
         manifest = {
             "step": step,
             "files": {name: path.stat().st_size for name, path in files.items()},
-            "sha256": {name: _sha256(path) for name, path in files.items()},
+            "sha256": {name: file_sha256(path) for name, path in files.items()},
             **state,
         }
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -234,12 +236,8 @@ def optimizer_tensors(
     return tensors
 
 
-def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    save_file(tensors, file)
-
-
 def save_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: Any) -> None:
-    write_tensors(folder / OPTIMIZER, optimizer_tensors(optimizer, model))
+    save_file(optimizer_tensors(optimizer, model), folder / OPTIMIZER)
 
 
 def load_optimizer(file: Path, optimizer: torch.optim.Optimizer, model: Any) -> None:
@@ -342,17 +340,9 @@ def _fault(folder: Path, manifest: dict[str, Any]) -> str | None:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, expected {size}"
     for name, expected in manifest["sha256"].items():
-        if _sha256(folder / name) != expected:
+        if file_sha256(folder / name) != expected:
             return f"{name} has changed since it was written (SHA-256)"
     return None
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _complete(root: Path) -> list[Checkpoint]:

@@ -30,9 +30,12 @@ from held_out import brief
 from logit_control import LogitControl
 from loop import leave_group
 from run_log import RunLog
+from safetensors.torch import save_file
 from stop_signal import StopSignal
 from tqdm import tqdm
 from update import Update
+
+from hf_sigmoid.shards import reshard
 
 
 def main(argv: list[str] | None = None) -> Path | None:
@@ -166,7 +169,7 @@ class Training(Update):
             values |= found
         if run.evaluate.health_every and (step % run.evaluate.health_every == 0 or last):
             values["health"] = self.control.health()
-            parallel.reshard(self._bare_model())
+            reshard(self._bare_model())
         if self.log:
             self.log.write(step=step, **values)
         self.trackers.log(step, values)
@@ -184,7 +187,7 @@ class Training(Update):
             model, rank=self.rank, ranks=self.ranks, total=self._sum,
             autocast=self.accelerator.autocast, asked_to_stop=self._asked_to_stop,
         )  # fmt: skip
-        parallel.reshard(model)
+        reshard(model)
         return found
 
     def _not_finite(self) -> str | None:
@@ -217,7 +220,7 @@ class Training(Update):
             tensors = checkpointing.optimizer_tensors(self.optimizer, bare, keep=self.main)
             if self.main:
                 self.tokenizer.save_pretrained(folder / "model")
-                checkpointing.write_tensors(folder / checkpointing.OPTIMIZER, tensors)
+                save_file(tensors, folder / checkpointing.OPTIMIZER)
         if self.main:
             self.control.write(folder, control)
 

@@ -112,13 +112,12 @@ class Corpus:
         )
 
 
-def open_corpus(data: Any, *, seed: int = 0, steps_known: bool = True) -> Corpus:
+def open_corpus(data: Any, *, steps_known: bool = True) -> Corpus:
     """The corpus that `data` of a run's configuration describes.
 
     Args:
         data: has the attributes of `Given`, and `mixture`: None or a list of dictionaries of the
             same keys and `weight`.
-        seed: not used: the order is the packer's.
         steps_known: False where an epoch of the corpus is to be counted.
 
     Raises:

@@ -31,6 +31,7 @@ from loop import Loop, leave_group
 from packing import IGNORED, documents_leak, predicted_tokens, step_batches
 from run_keys import Distil
 from run_log import RunLog
+from safetensors.torch import save_file
 from stop_signal import StopSignal
 from tqdm import tqdm
 
@@ -434,7 +435,7 @@ class Run(Loop):
         if not self.main:
             return
         trained = {name: p.detach().cpu().contiguous() for name, p in self.named.items()}
-        checkpointing.write_tensors(folder / TRAINED, trained)
+        save_file(trained, folder / TRAINED)
         checkpointing.save_optimizer(folder, self.optimizer, self.distillation.student)
 
 

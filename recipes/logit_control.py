@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpointing import write_tensors
 from errors import BadInput
 from run_keys import Optim, Run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hf_sigmoid import monitor, text
 from hf_sigmoid.blocks import plain_name
@@ -145,7 +144,7 @@ class LogitControl:
 
     def write(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
         if state:
-            write_tensors(folder / FILE, {key: t.contiguous() for key, t in state.items()})
+            save_file({key: t.contiguous() for key, t in state.items()}, folder / FILE)
 
     def load(self, folder: Path) -> None:
         if not (folder / FILE).is_file():

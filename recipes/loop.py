@@ -85,6 +85,7 @@ class Loop:
             streams=self.streams,
             mine=streams_of(self.rank, self.ranks, self.streams),
         )
+        self.sources = self._sources()
         if self.resumed:
             resuming.check(
                 self.resumed,
@@ -93,7 +94,7 @@ class Loop:
                 corpus_sha256=self.corpus.fingerprint,
                 streams=self.streams,
                 layout=str(self.layout),
-                sources=self._sources(),
+                sources=self.sources,
             )
             self.packer.load_state(self.resumed.manifest["packer"])
 
@@ -177,7 +178,7 @@ class Loop:
                 "blocks_per_step": self.blocks_per_step,
                 "corpus_sha256": self.corpus.fingerprint,
                 "layout": str(self.layout),
-                "sources": self._sources(),
+                "sources": self.sources,
                 **finite(state),
             },
             main=self.main,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import binomial
+from hf_sigmoid.evals import clopper_pearson
 
 HEATMAP = "heatmap.png"
 COLOURS = "Blues"  # one hue, light to dark: reads the same in grey and to colour-blind eyes
@@ -44,7 +44,7 @@ def _pooled(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "n": n,
         "correct": correct,
         "accuracy": correct / n,
-        "interval_95": list(binomial.interval(correct, n)),
+        "interval_95": list(clopper_pearson(correct, n)),
         "logprob": math.fsum(sample["logprob"] for sample in samples) / n,
     }
 

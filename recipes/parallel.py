@@ -217,19 +217,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def divided_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, known to every process, laid out as a parameter of its shape is."""
-    if not hasattr(parameter, "placements"):
-        return tensor.to(parameter.device)
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = parameter.device_mesh
-    known = DTensor.from_local(
-        tensor.to(parameter.device), mesh, [Replicate()] * mesh.ndim, run_check=False
-    )
-    return known.redistribute(placements=parameter.placements)
-
-
 @contextmanager
 def without_reduction(model: Any, *, last: bool) -> Iterator[None]:
     """Backward passes whose gradients stay here until the `last` one of a step."""
@@ -279,17 +266,6 @@ def tie_again(model: Any) -> None:
             f"{type(model).__name__} ties its embeddings, which this release of torch does not "
             f"let FSDP2 share ({type(error).__name__}: {error}): use DDP"
         ) from error
-
-
-def reshard(model: Any) -> None:
-    """Let go of weights that FSDP2 keeps gathered: after a step, they are the old ones.
-
-    After a forward pass without a backward one they also stand in the place of the sharded ones,
-    which optimisers and checkpoints mean.
-    """
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
 
 
 def norm_and_clip(accelerator: Accelerator, parameters: list, limit: float) -> float:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 import hf_sigmoid
 from hf_sigmoid.context_parallel import check_model
 from hf_sigmoid.conversions.embedded import checkpoint as resolve
+from hf_sigmoid.shards import reshard
 
 
 class Prepared(Loop):
@@ -167,7 +168,7 @@ class Prepared(Loop):
 
     def _check_documents(self, model: Any) -> None:
         leak = documents_leak(model)
-        parallel.reshard(model)
+        reshard(model)
         if leak:
             raise BadInput(
                 f"{type(model).__name__} with attn {model.config._attn_implementation!r} lets the "

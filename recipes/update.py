@@ -15,6 +15,7 @@ from packing import IGNORED, predicted_tokens, step_batches
 from prepared import Prepared
 
 from hf_sigmoid.context_parallel import context_parallel, split
+from hf_sigmoid.shards import reshard
 
 
 class Update(Prepared):
@@ -46,7 +47,7 @@ class Update(Prepared):
         if math.isfinite(loss) and math.isfinite(grad_norm):
             optimization.set_lr(self.optimizer, factor)
             self.optimizer.step()
-            parallel.reshard(self._bare_model())
+            reshard(self._bare_model())
             values |= self.control.after_step(run.optim.lr * factor)
             self.skipped_in_a_row = 0
         else:

@@ -43,7 +43,7 @@ class Data:
 
 
 def opened(**keys) -> corpus.Corpus:
-    return corpus.open_corpus(Data(**keys), seed=0)
+    return corpus.open_corpus(Data(**keys))
 
 
 def codes(document: str) -> list[int]:
@@ -721,8 +721,8 @@ def test_an_epoch_is_known_of_one_source_that_is_not_streamed(shards):
         Data(mixture=[{"path": "builtin", "weight": 1}]),
     ):
         with pytest.raises(BadInput, match=r"train\.steps: expected a number of steps, got null"):
-            corpus.open_corpus(data, seed=0, steps_known=False)
-    assert corpus.open_corpus(Data(), seed=0, steps_known=False)
+            corpus.open_corpus(data, steps_known=False)
+    assert corpus.open_corpus(Data(), steps_known=False)
 
 
 def test_a_source_that_fills_no_block_is_refused(tmp_path):

@@ -4,14 +4,12 @@ import contextlib
 import copy
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
+from gloo import rows_of
 from peft import LoraConfig, get_peft_model
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -348,16 +346,7 @@ def test_bad_probes_are_named():
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory) -> dict[str, dict]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-         "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", WORKER,
-         tmp_path_factory.mktemp("split"), "monitor"],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-5000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {row["way"]: row for row in rows}
+    return rows_of(WORKER, tmp_path_factory.mktemp("split"), "monitor")
 
 
 @pytest.mark.parametrize("way", ["ddp", "transformers_fsdp2", "transformers_tp"])

@@ -8,7 +8,6 @@ import torch
 from training_runs import POSITIONS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import binomial  # isort: skip
 import loading  # isort: skip
 import needle  # isort: skip
 import needle_report  # isort: skip
@@ -16,6 +15,7 @@ from errors import BadInput  # isort: skip
 
 from hf_sigmoid import text
 from hf_sigmoid.conversions.haystack import Haystack
+from hf_sigmoid.evals import clopper_pearson
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +246,7 @@ def test_extrapolation_is_allowed_when_asked_for(tiny, tmp_path):
     ],
 )
 def test_the_interval_is_clopper_and_pearsons(successes, trials, expected):
-    assert binomial.interval(successes, trials) == pytest.approx(expected, abs=1e-4)
+    assert clopper_pearson(successes, trials) == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_held_out_chapters_are_not_trained_on():

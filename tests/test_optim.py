@@ -2,9 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
+from gloo import rows_of
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -458,16 +456,7 @@ def test_the_stability_sweep_goes_on_where_it_stopped(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory) -> dict[str, dict]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-         "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", WORKER,
-         tmp_path_factory.mktemp("split"), "optim"],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-5000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {row["way"]: row for row in rows}
+    return rows_of(WORKER, tmp_path_factory.mktemp("split"), "optim")
 
 
 WAYS = (

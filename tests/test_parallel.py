@@ -1,14 +1,12 @@
 """Two processes (gloo, CPU): parameters of both functions under DDP, FSDP2, tensor parallelism."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
+from gloo import rows_of
 from safetensors.torch import load_file
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
@@ -18,15 +16,7 @@ WORKER = Path(__file__).with_name("parallel_worker.py")
 def two_processes(request, tmp_path_factory) -> tuple[dict[str, dict], Path]:
     folder = tmp_path_factory.mktemp(request.param)
     tiny_models.converted("llama", request.param).save_pretrained(folder)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-         "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", WORKER, folder],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-5000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {row["way"]: row for row in rows}, folder
+    return rows_of(WORKER, folder), folder
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp2", "tp"])

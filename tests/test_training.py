@@ -188,18 +188,24 @@ def test_a_killed_run_resumes_to_the_last_bit(tiny, corpus_file, uninterrupted, 
     assert not list((tmp_path / "out").rglob("*.tmp"))
 
 
-def test_sigterm_saves_and_the_run_goes_on(
-    tiny, corpus_file, uninterrupted, tmp_path, monkeypatch, capsys
-):
-    argv = arguments(tiny, corpus_file, tmp_path, **{"checkpoint.every": 0})
+def signal_after(monkeypatch, step: int, *numbers: int) -> None:
+    """This process gets signals once it has logged a step."""
     write = continue_pretrain.RunLog.write
 
     def write_and_ask(self, **values):
         write(self, **values)
-        if values["step"] == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if values["step"] == step:
+            for number in numbers:
+                os.kill(os.getpid(), number)
 
     monkeypatch.setattr(continue_pretrain.RunLog, "write", write_and_ask)
+
+
+def test_sigterm_saves_and_the_run_goes_on(
+    tiny, corpus_file, uninterrupted, tmp_path, monkeypatch, capsys
+):
+    argv = arguments(tiny, corpus_file, tmp_path, **{"checkpoint.every": 0})
+    signal_after(monkeypatch, 3, signal.SIGTERM)
     assert continue_pretrain.main(argv) is None
     assert "stopped by a signal" in capsys.readouterr().out
     # The signal of step 3 came after that step had asked all processes.
@@ -215,14 +221,7 @@ def test_logit_control_is_resumed_with_the_norms_that_it_began_with(
     keys = {"optim.qk_tau": 0.5, "checkpoint.every": 0}
     whole, parts = (arguments(tiny, corpus_file, tmp_path / n, **keys) for n in ("whole", "parts"))
     continue_pretrain.main(whole)
-    write = continue_pretrain.RunLog.write
-
-    def write_and_ask(self, **values):
-        write(self, **values)
-        if values["step"] == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(continue_pretrain.RunLog, "write", write_and_ask)
+    signal_after(monkeypatch, 4, signal.SIGTERM)
     assert continue_pretrain.main(parts) is None
     monkeypatch.undo()
     continue_pretrain.main(parts)
@@ -520,14 +519,7 @@ def test_skipped_steps_are_counted_over_a_resume(tiny, corpus_file, tmp_path, mo
     keys = {"checkpoint.every": 3, "train.max_skipped": 2, "train.steps": 6}
     not_finite_in(monkeypatch, 5)
     argv = arguments(tiny, corpus_file, tmp_path, **keys)
-    write = continue_pretrain.RunLog.write
-
-    def write_and_ask(self, **values):
-        write(self, **values)
-        if values["step"] == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(continue_pretrain.RunLog, "write", write_and_ask)
+    signal_after(monkeypatch, 2, signal.SIGTERM)
     assert continue_pretrain.main(argv) is None
     monkeypatch.undo()
     not_finite_in(monkeypatch, 1)
@@ -551,14 +543,7 @@ def test_every_way_to_train_resumes_to_the_last_bit(tiny, corpus_file, tmp_path,
     keys = {"attn": "ssmax", "train.steps": 6, "checkpoint.every": 0, **keys}
     whole, parts = (tmp_path / name for name in ("whole", "parts"))
     final = continue_pretrain.main(arguments(tiny, corpus_file, whole, **keys))
-    write = continue_pretrain.RunLog.write
-
-    def write_and_ask(self, **values):
-        write(self, **values)
-        if values["step"] == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(continue_pretrain.RunLog, "write", write_and_ask)
+    signal_after(monkeypatch, 2, signal.SIGTERM)
     assert continue_pretrain.main(arguments(tiny, corpus_file, parts, **keys)) is None
     monkeypatch.undo()
     continue_pretrain.main(arguments(tiny, corpus_file, parts, **keys))
@@ -754,15 +739,7 @@ def test_a_checkpoint_that_is_replaced_is_there_at_every_moment(
 
 
 def test_signals_may_come_more_than_once(tiny, corpus_file, tmp_path, monkeypatch):
-    write = continue_pretrain.RunLog.write
-
-    def write_and_ask(self, **values):
-        write(self, **values)
-        if values["step"] == 2:
-            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
-                os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(continue_pretrain.RunLog, "write", write_and_ask)
+    signal_after(monkeypatch, 2, signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1)
     argv = arguments(tiny, corpus_file, tmp_path, **{"checkpoint.every": 0})
     assert continue_pretrain.main(argv) is None
     assert checkpointing.latest(tmp_path / "checkpoints").step == 3

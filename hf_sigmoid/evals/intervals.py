@@ -7,8 +7,7 @@
 Sources: Clopper and Pearson 1934, Biometrika 26, 404; McNemar 1947, Psychometrika 12, 153; mid-p:
 Fagerland, Lydersen and Laake 2013, BMC Medical Research Methodology 13:91. Effective length is
 NoLiMa's idea (Modarressi et al. 2025, arXiv:2502.05167, at 85 % of the base score), with the lower
-bound in place of the estimate. `recipes/binomial.py` has the same interval for scripts; recipes
-are not installed, so the package has its own. scipy is not needed.
+bound in place of the estimate. scipy is not needed.
 """
 
 import math
