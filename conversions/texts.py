@@ -1,6 +1,7 @@
-"""The text that a conversion calibrates or evaluates on: files, a data set, or the built-in novel.
+"""The text of a conversion or an evaluation: files, folders, data sets, or the built-in novel.
 
     my_text.txt                                 a UTF-8 file; several are read one after the other
+    my_texts/                                   a folder: every .txt and .md below it, by path
     dataset:NAME[:CONFIG[:SPLIT[:FIELD]]]       documents of a data set, in order, as many as needed
 
 NAME is a data set of the hub, or a local folder or file (.jsonl, .json, .parquet, .csv). An empty
@@ -8,6 +9,7 @@ part is its default: the only CONFIG, the SPLIT train, the FIELD text.
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +21,7 @@ from hf_sigmoid import text
 
 DATASET = "dataset:"
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+SUFFIXES = (".txt", ".md")  # of the files of a folder that are read
 SHUFFLED = 1000  # documents that a seed shuffles among, read ahead of those that are used
 
 BUILTIN = {
@@ -55,37 +58,66 @@ def read(
     Args:
         given: see above; None takes `builtin`.
         what: what an error calls it, "calibration" or "evaluation".
-        tokens: a data set is read until its documents have so many; files are read whole.
+        tokens: a data set is read until its documents have so many; files and folders are read
+            whole.
         seed: shuffles the documents of a data set.
 
     Raises:
-        ValueError: no such file, data set or field, nothing in it, or no package to read it with.
+        ValueError: no such file, folder, data set or field, nothing in it, or no package to read
+            it with.
     """
     if given is None:
         return Text(BUILTIN.get(builtin, "the built-in novel"), builtin())
     sources = [given] if isinstance(given, str | Path) else list(given)
     if not sources:
-        raise ValueError(f"the {what} text must be a file or a data set, got none")
+        raise ValueError(f"the {what} text must be a file, a folder or a data set, got none")
     contents, names = [], []
     for source in sources:
         if isinstance(source, str) and source.startswith(DATASET):
             content = _dataset(source, what, tokenizer, tokens, seed)
             name, *rest = source.removeprefix(DATASET).split(":")
-            names.append(
-                DATASET + ":".join([Path(name).name if Path(name).exists() else name, *rest])
-            )
+            name = _name(Path(name)) if Path(name).exists() else name
+            names.append(DATASET + ":".join([name, *rest]))
+        elif Path(source).is_dir():
+            content = _folder(Path(source), what)
+            names.append(_name(Path(source)) + "/")
         else:
             content = _file(Path(source), what)
-            names.append(Path(source).name)
+            names.append(_name(Path(source)))
         if not content.strip():
             raise ValueError(f"the {what} text must not be empty, got {source}")
         contents.append(content)
     return Text(", ".join(names), "\n\n".join(contents))
 
 
+def _name(path: Path) -> str:
+    """The last part of a path, also of `.`: reports go to others, who have no use for the rest."""
+    return Path(os.path.abspath(path)).name
+
+
+def _folder(folder: Path, what: str) -> str:
+    """Its texts, by path; hidden ones, and those without words, are left out."""
+    files = [
+        file
+        for file in folder.rglob("*")
+        if file.suffix in SUFFIXES
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        and file.is_file()
+    ]
+    if not files:
+        raise ValueError(
+            f"the {what} text must be a folder with {' or '.join(SUFFIXES)} files, got {folder}, "
+            "which has none"
+        )
+    contents = [_file(file, what) for file in sorted(files)]
+    return "\n\n".join(content for content in contents if content.strip())
+
+
 def _file(path: Path, what: str) -> str:
     if not path.is_file():
-        raise ValueError(f"the {what} text must be a file, got {path}, which does not exist")
+        raise ValueError(
+            f"the {what} text must be a file or a folder, got {path}, which does not exist"
+        )
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -12,6 +12,8 @@ from hf_sigmoid.support import Unsupported, refuse_sinks
 
 # What `monitor.record` leaves on an attention module while it is open.
 MAXIMA = "_hf_sigmoid_maxima"
+# What an observer of weights leaves on one, so that every call returns its weights.
+ROWS = "_hf_sigmoid_rows"
 
 # Arguments that change what a row sees in a way no mask says. They reach us because our names are
 # not "eager" or "sdpa"; ignoring them would turn sparse attention into dense.
@@ -61,7 +63,7 @@ def attention(
     name = "sigmoid" if function == "sigmoid" else "ssmax"
     verb, maxima = getattr(functional, f"{name}_attention"), getattr(module, MAXIMA, None)
     weights = None
-    if output_attentions or _records_attentions():
+    if output_attentions or getattr(module, ROWS, False) or _records_attentions():
         output, weights = getattr(reference, f"{name}_attention")(*call[:3], **options)
         weights = weights.to(call.query.dtype)
         if maxima is not None:

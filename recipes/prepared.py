@@ -11,7 +11,6 @@ import trained
 from accelerate.utils import set_seed
 from errors import BadInput
 from held_out import HeldOut
-from loading import check_weights, load_model, max_positions, twin, weights_print
 from logit_control import LogitControl
 from loop import Loop
 from packing import documents_leak
@@ -21,6 +20,7 @@ from tqdm import tqdm
 import hf_sigmoid
 from hf_sigmoid.context_parallel import check_model
 from hf_sigmoid.conversions.embedded import checkpoint as resolve
+from hf_sigmoid.loading import check_weights, load_model, max_positions, twin, weights_print
 from hf_sigmoid.shards import reshard
 
 

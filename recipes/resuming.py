@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import checkpointing
-import output_folder
 import run_config
 import run_log
 from errors import BadInput
 from run_keys import Distil, Run
+
+from hf_sigmoid import output_folder
 
 CHECKPOINTS, FINAL, CONFIG, LOG = "checkpoints", "final", "config.yaml", "log.jsonl"
 RECORD = "training.json"  # in the final model's folder: how it was trained

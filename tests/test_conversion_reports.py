@@ -346,7 +346,7 @@ def test_several_files_are_one_text(tmp_path, documents):
         ("dataset:{}::validation", "Bad split: validation"),
         ("dataset:{}.gone", "there is no file or folder .*gone"),
         ("dataset:bad name!", "the calibration text: cannot read dataset:bad name!: "),
-        ([], "must be a file or a data set, got none"),
+        ([], "must be a file, a folder or a data set, got none"),
     ],
 )
 def test_a_data_set_that_cannot_be_read_is_named(documents, given, message):

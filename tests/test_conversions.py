@@ -440,7 +440,7 @@ def bad_inputs(source, tmp_path):
         ),
         "no_text": (
             {"calibration": tmp_path / "nowhere"},
-            "calibration text must be a file, got .*nowhere",
+            "calibration text must be a file or a folder, got .*nowhere",
         ),
         "no_words": (
             {"evaluation": tmp_path / "empty.txt"},

@@ -8,7 +8,8 @@ import torch
 from training_runs import POSITIONS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import loading  # isort: skip
+from hf_sigmoid import loading
+
 import needle  # isort: skip
 import needle_report  # isort: skip
 from errors import BadInput  # isort: skip

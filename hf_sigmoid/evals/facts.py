@@ -37,18 +37,64 @@ def _keyed(rng: random.Random, text: Haystack, distractors: int, digits: int | N
         return words.numbers(rng, count, digits, text) if digits else words.uuids(rng, count, text)
 
     names, values = words.keys(rng, distractors + 1, text), draw(distractors + 1)
-    noun = "number" if digits else "code"
+    return _key_draft(names, values, 0, "number" if digits else "code", draw)
+
+
+def shared(
+    spec: Spec, rng: random.Random, text: Haystack, asked: int, size: Callable[[Draft], int]
+) -> list[Draft]:
+    """Questions for `asked` of the keys of one haystack, each of which has the same size.
+
+    Every draft has the same needles, those asked for first, in the order of the drafts.
+
+    Args:
+        size: tokens of a draft's question.
+
+    Raises:
+        ValueError: a task that has no more than one question, or fewer keys than are asked for.
+    """
+    if spec.kind != "multikey":
+        raise ValueError(f"{spec} has one question a haystack, expected multikey:N")
+    count = int(spec.settings[0]) + 1
+    if not 1 <= asked <= count:
+        raise ValueError(f"{spec} has {count} keys, expected 1 to {count} questions, got {asked}")
+    values = words.numbers(rng, count, DIGITS, text)
+    alike: dict[int, list[str]] = {}
+    every = words.keys(rng, None, text)
+    for name in every:
+        group = alike.setdefault(size(_key_draft([name], values[:1], 0, "number", None)), [])
+        group.append(name)
+        if len(group) == asked:
+            names = [*group, *(each for each in every if each not in group)][:count]
+            break
+    else:
+        raise ValueError(f"expected {asked} of our things whose questions have as many tokens")
+    return [
+        _key_draft(names, values, at, "number", lambda n: words.numbers(rng, n, DIGITS, text))
+        for at in range(asked)
+    ]
+
+
+def _key_draft(
+    names: list[str],
+    values: list[str],
+    asked: int,
+    noun: str,
+    draw: Callable[[int], list[str]] | None,
+) -> Draft:
+    """The key `asked` of some; `draw` makes values that are nobody's."""
+    # Values that the prompt holds are the hardest to tell from the right one.
+    held = ((value,) for i, value in enumerate(values) if i != asked)
     return Draft(
         head=HEAD,
-        question=f"What is the secret {noun} of the {names[0]}?",
-        prefix=f"The secret {noun} of the {names[0]} is",
+        question=f"What is the secret {noun} of the {names[asked]}?",
+        prefix=f"The secret {noun} of the {names[asked]} is",
         facts=tuple(
-            Fact(f" The secret {noun} of the {name} is {value}.", supports=i == 0)
+            Fact(f" The secret {noun} of the {name} is {value}.", supports=i == asked)
             for i, (name, value) in enumerate(zip(names, values, strict=True))
         ),
-        answer=(values[0],),
-        # Values that the prompt holds are the hardest to tell from the right one.
-        decoys=itertools.chain(((value,) for value in values[1:]), _endless(lambda: draw(1))),
+        answer=(values[asked],),
+        decoys=itertools.chain(held, _endless(lambda: draw(1)) if draw else ()),
     )
 
 

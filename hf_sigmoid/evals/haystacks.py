@@ -10,6 +10,7 @@ import bisect
 import itertools
 import random
 import re
+from collections.abc import Container
 from typing import Any
 
 # A full stop and whatever closes a quotation or bracket: followed by a blank, or East Asian.
@@ -78,12 +79,17 @@ class Haystack:
                 return place
         return self.boundaries[first]
 
-    def nearest(self, place: int, start: int, stop: int) -> int | None:
-        """The sentence start nearest to `place` within start … stop, the earlier of two."""
+    def nearest(self, place: int, start: int, stop: int, taken: Container[int] = ()) -> int | None:
+        """The sentence start nearest to `place` within start … stop, the earlier of two.
+
+        Of those not `taken`, unless all are.
+        """
         low = bisect.bisect_left(self.boundaries, start)
         high = bisect.bisect_right(self.boundaries, stop)
-        at = bisect.bisect_left(self.boundaries, place, low, high)
-        around = self.boundaries[max(low, at - 1) : min(high, at + 1)]
+        within = self.boundaries[low:high]
+        free = [each for each in within if each not in taken] if taken else within
+        at = bisect.bisect_left(free or within, place)
+        around = (free or within)[max(0, at - 1) : at + 1]
         return min(around, key=lambda each: abs(each - place), default=None)
 
 

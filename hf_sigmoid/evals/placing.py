@@ -1,10 +1,13 @@
 """Needles among the sentences of a window: one at an exact depth, the others near theirs."""
 
 import random
+from collections.abc import Sequence
 
-from hf_sigmoid.evals.drafts import Draft
+from hf_sigmoid.evals.drafts import Draft, Fact
 from hf_sigmoid.evals.haystacks import Haystack
 from hf_sigmoid.evals.samples import Needle
+
+NEAR = 0.05  # of the window, that a needle may stand off its depth to be apart from another
 
 
 def hide(
@@ -34,13 +37,45 @@ def hide(
         ValueError: a text that is shorter than the window, or has no sentence at such a place.
     """
     depths, pivot = _depths(draft, depth, rng)
-    before = round(depth * room)
+    ids, placed, order = hide_at(
+        depths, draft.facts, needles, text, exact=pivot, room=room, offset=offset, rng=rng
+    )
+    return ids, placed, order.index(pivot)
+
+
+def hide_at(
+    depths: Sequence[float],
+    facts: Sequence[Fact],
+    needles: list[list[int]],
+    text: Haystack,
+    *,
+    exact: int,
+    room: int,
+    offset: int,
+    rng: random.Random,
+    apart: bool = False,
+) -> tuple[list[int], list[Needle], list[int]]:
+    """As `hide`, with a depth for every needle, of which the needle `exact` has its own exactly.
+
+    Args:
+        apart: no two at one sentence start, while there is a free one near by.
+
+    Returns:
+        Ids, the needles in the order of the ids, and which fact each of them is.
+    """
+    before = round(depths[exact] * room)
     place = text.place(rng, before, room - before)
     start, stop = place - before, place - before + room
-    places = [
-        place if i == pivot else text.nearest(start + round(each * room), start, stop)
-        for i, each in enumerate(depths)
-    ]
+    taken = {place} if apart else set()
+    places = []
+    for i, depth in enumerate(depths):
+        wanted = start + round(depth * room)
+        near = text.nearest(wanted, start, stop, taken)
+        if abs(near - wanted) > NEAR * room:
+            near = text.nearest(wanted, start, stop)
+        places.append(place if i == exact else near)
+        if apart:
+            taken.add(places[-1])
     # Needles at one place keep their own order, and come one after another.
     order = sorted(range(len(needles)), key=lambda i: (places[i], i))
     ids: list[int] = []
@@ -52,13 +87,13 @@ def hide(
                 start=offset + len(ids),
                 stop=offset + len(ids) + len(needles[i]),
                 depth=(places[i] - start) / room,
-                supports=draft.facts[i].supports,
-                text=draft.facts[i].text,
+                supports=facts[i].supports,
+                text=facts[i].text,
             )
         )
         ids += needles[i]
         done = places[i]
-    return ids + text.ids[done:stop], placed, order.index(pivot)
+    return ids + text.ids[done:stop], placed, order
 
 
 def _depths(draft: Draft, depth: float, rng: random.Random) -> tuple[list[float], int]:

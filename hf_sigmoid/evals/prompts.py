@@ -15,7 +15,8 @@ samples are made nor the other samples change any of it.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hf_sigmoid import text as built_in
@@ -24,7 +25,7 @@ from hf_sigmoid.evals.answers import encode
 from hf_sigmoid.evals.drafts import Answer, Draft, ListDraft
 from hf_sigmoid.evals.encoding import Encoder, chat_frame
 from hf_sigmoid.evals.haystacks import Haystack
-from hf_sigmoid.evals.placing import hide
+from hf_sigmoid.evals.placing import hide, hide_at
 from hf_sigmoid.evals.samples import Needle, Sample
 from hf_sigmoid.evals.specs import Spec, parse
 from hf_sigmoid.evals.words import NOISE
@@ -116,16 +117,80 @@ class PromptBuilder:
             "index": index,
             "key": key,
             "is_chat": self.frame is not None,
+            "haystack": key,
         }
         if spec.has_depth:
             return self._hide(facts.draft(spec, rng, self.haystack), rng, about)
         return self._list(counting.draft(spec, rng), about)
 
+    def build_shared(
+        self,
+        task: str | Spec,
+        *,
+        length: int,
+        depths: Sequence[float],
+        each: int = 1,
+        seed: int = 0,
+        index: int = 0,
+    ) -> list[Sample]:
+        """Questions about one haystack, `each` at every depth: their prompts differ at the end.
+
+        Of the `multikey` keys, as many as are asked for stand at the depths, the rest at random,
+        no two at one sentence where another is near by. The first stands exactly at its depth,
+        the others at the sentence nearest to theirs: `realised_depth` says where. Their random
+        numbers come from (seed, task, L, all depths, each, index).
+
+        Args:
+            index: of the haystack; its samples have the indices index · each and following.
+
+        Raises:
+            ValueError: as `build`; a task with one question, or with fewer keys than questions.
+        """
+        spec = parse(task) if isinstance(task, str) else task
+        if not depths or each < 1 or not all(0 <= depth <= 1 for depth in depths):
+            raise ValueError(f"expected depths from 0 to 1 and each ≥ 1, got {depths} and {each}")
+        named = ",".join(f"{depth:.6f}" for depth in depths)
+        key = f"{seed}/{spec}/{length}/{named} x {each}/{index}"
+        rng = random.Random(key)
+        asked = [*depths] * each
+        drafts = facts.shared(
+            spec, rng, self.haystack, len(asked), lambda draft: len(self._tail(draft))
+        )
+        about = {"task": str(spec), "length": length, "seed": seed, "haystack": key}
+        head = self._head(drafts[0])
+        needles = [self.encoder.written(fact.text) for fact in drafts[0].facts]
+        size = len(self._tail(drafts[0]))
+        room = self._room(head, size, sum(map(len, needles)), about)
+        ids, placed, order = hide_at(
+            [*asked, *(rng.random() for _ in needles[len(asked) :])],
+            drafts[0].facts, needles, self.haystack,
+            exact=0, room=room, offset=len(head), rng=rng, apart=True,
+        )  # fmt: skip
+        shared, samples = head + ids, []
+        for at, (draft, depth) in enumerate(zip(drafts, asked, strict=True)):
+            own = [
+                replace(needle, supports=draft.facts[fact].supports)
+                for needle, fact in zip(placed, order, strict=True)
+            ]
+            more = {
+                "depth": depth,
+                "index": index * each + at // len(depths),
+                "key": f"{key}/{at}",
+                "is_chat": self.frame is not None,
+                "shared": len(shared) if len(asked) > 1 else 0,
+            }
+            tail, wording = self._tail(draft), (draft.answer, draft.decoys)
+            pivot = order.index(at)
+            samples.append(
+                self._sample(draft, wording, shared + tail, own, pivot, {**about, **more})
+            )
+        return samples
+
     def _hide(self, draft: Draft, rng: random.Random, about: dict[str, Any]) -> Sample:
         """The needles among the sentences of a window."""
         head, tail = self._head(draft), self._tail(draft)
         needles = [self.encoder.written(fact.text) for fact in draft.facts]
-        room = self._room(head, tail, sum(map(len, needles)), about)
+        room = self._room(head, len(tail), sum(map(len, needles)), about)
         ids, placed, pivot = hide(
             draft,
             needles,
@@ -142,7 +207,7 @@ class PromptBuilder:
     def _list(self, draft: ListDraft, about: dict[str, Any]) -> Sample:
         """A list of words that fills what the fixed parts leave, to the token."""
         head, tail = self._head(draft), self._tail(draft)
-        room = self._room(head, tail, 0, about)
+        room = self._room(head, len(tail), 0, about)
         ids: dict[str, list[int]] = {counting.DOT: [self.encoder.dot]}
 
         def encoded(word: str) -> list[int]:
@@ -178,8 +243,8 @@ class PromptBuilder:
         question = self.encoder.after(f"\n\nQuestion: {draft.question}")
         return question + self.encoder.plain(self.frame[1] + draft.prefix)
 
-    def _room(self, head: list[int], tail: list[int], taken: int, about: dict[str, Any]) -> int:
-        fixed = len(head) + len(tail) + taken
+    def _room(self, head: list[int], tail: int, taken: int, about: dict[str, Any]) -> int:
+        fixed = len(head) + tail + taken
         if about["length"] <= fixed:
             raise ValueError(
                 f"the fixed parts of {about['task']} take {fixed} tokens, expected a length "

@@ -1,5 +1,7 @@
 """One question in a prompt's ids, with all that is needed to score it, and to log it."""
 
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +46,8 @@ class Sample:
     answer_prefix: str
     answer_texts: tuple[str, ...]
     decoy_texts: tuple[tuple[str, ...], ...]
+    haystack: str  # the key of its window: samples of one haystack have it in common
+    shared: int = 0  # ids that all prompts of its haystack begin with; 0: there is no other
 
     @property
     def realised_depth(self) -> float | None:
@@ -60,6 +64,12 @@ class Sample:
         """[start, stop) of the needles that the answer follows from."""
         return tuple((each.start, each.stop) for each in self.needles if each.supports)
 
+    @property
+    def digest(self) -> str:
+        """Of all that is scored: the ids of the prompt, the answer and the decoys."""
+        ids = json.dumps([self.prompt, self.answer, self.decoys])
+        return hashlib.sha256(ids.encode()).hexdigest()[:16]
+
     def record(self) -> dict[str, Any]:
         """What a log needs, as JSON holds it: all but the ids of the prompt and the decoys."""
         return {
@@ -69,6 +79,9 @@ class Sample:
             "seed": self.seed,
             "index": self.index,
             "key": self.key,
+            "haystack": self.haystack,
+            "shared": self.shared,
+            "prompt_sha256": self.digest,
             "is_chat": self.is_chat,
             "prompt_tokens": len(self.prompt),
             "answer_tokens": len(self.answer),

@@ -45,12 +45,12 @@ def uuids(rng: random.Random, count: int, text: Container[str]) -> list[str]:
     return _distinct(count, lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)), text)
 
 
-def keys(rng: random.Random, count: int, text: Container[str]) -> list[str]:
-    """Distinct things with an attribute, `amber kettle`, none of them in the text."""
+def keys(rng: random.Random, count: int | None, text: Container[str]) -> list[str]:
+    """Distinct things with an attribute, `amber kettle`, none of them in the text; None: all."""
     every = [f"{adjective} {noun}" for adjective in ADJECTIVES for noun in NOUNS]
     rng.shuffle(every)
     found = list(itertools.islice((key for key in every if key not in text), count))
-    if len(found) < count:
+    if count is not None and len(found) < count:
         raise ValueError(_too_few(count, "things"))
     return found
 

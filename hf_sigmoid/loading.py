@@ -1,4 +1,4 @@
-"""Getting models and tokenizers ready for a recipe."""
+"""Getting models and tokenizers ready for a recipe or an evaluation."""
 
 import hashlib
 import json
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from errors import BadInput
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_sigmoid.conversions.models import saved_dtype
+from hf_sigmoid.errors import BadInput
 
 
 def load(kind: Any, source: str, **options: Any) -> Any:

@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from errors import BadInput
+from hf_sigmoid.errors import BadInput
 
 
 def check(folder: Path, option: str) -> None:

@@ -1,0 +1,5 @@
+"""What a command says when its input cannot be used."""
+
+
+class BadInput(ValueError):
+    """A mistake in what the caller gave; the message names what was given and what was expected."""

@@ -1,0 +1,109 @@
+"""Whether a model gives one answer by every way that a run takes, before any score is believed.
+
+On one sample, log-probabilities [answer, vocabulary] of the answer behind its prompt
+
+    plain      one forward, no cache, no other row, no mask: what the others are held to
+    cached     prompt first, answer behind its keys and values, twice (the cache is cropped between)
+    batched    beside another sample
+    padded     behind ids that the attention mask hides
+    generated  the model's own greedy decoding, held to what `plain` finds likeliest
+
+Each is given as the largest difference in nats, over the tokens that `plain` gives a chance above
+e^−10. An attention function that counts n wrongly under a cache, for queries that come alone, or
+under padding, fails here; so does a cache that is not what it was after being cropped.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_sigmoid.evals.prefix import NoCache, Prefix, kept
+from hf_sigmoid.evals.samples import Sample
+from hf_sigmoid.evals.scoring import generated
+
+# Nats. On SmolLM2 rounding moves log-probabilities by 1e-5 to 1e-4 in float32, by 0.25 to 0.4 in
+# bfloat16; what is wrong moves them by whole nats, so the room above is for larger models.
+TOLERANCE = {"float32": 1e-3, "float16": 0.2, "bfloat16": 1.0}
+LIKELY = -10.0
+PADDING = 5
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Differences in nats, and how large they may be."""
+
+    cached: float
+    batched: float
+    padded: float | None  # None of a model that takes no attention mask
+    generated: float
+    tolerance: float
+
+    @property
+    def failed(self) -> dict[str, float]:
+        """Those that are too large, or no numbers."""
+        each = {name: getattr(self, name) for name in ("cached", "batched", "padded", "generated")}
+        # Not `>`, which NaN escapes.
+        return {k: v for k, v in each.items() if v is not None and not v <= self.tolerance}
+
+    def record(self) -> dict[str, Any]:
+        return {**vars(self), "passed": not self.failed}
+
+
+@torch.no_grad()
+def check(model: Any, sample: Sample, other: Sample) -> Checks:
+    """Compare the ways on one sample; `other`, of the same length, stands beside it.
+
+    Raises:
+        NoCache: the model cannot go on from a prompt.
+    """
+    size = len(sample.answer)
+    ids = torch.tensor([sample.prompt + sample.answer[:-1]], device=model.device)
+    plain = _logprobs(model, ids, size)
+
+    def differs(logprobs: Tensor) -> float:
+        return (logprobs - plain).abs()[plain > LIKELY].max().item()
+
+    length = len(sample.prompt)
+    prefix = Prefix.read(model, ids[:, : length - 1])
+    cached = [prefix.logits(ids[:, length - 1 :]).log_softmax(-1)[0] for _ in range(2)]
+    beside = (other.prompt + other.answer)[: ids.shape[1]]
+    rows = torch.cat([ids, ids.new_tensor([beside + beside[-1:] * (ids.shape[1] - len(beside))])])
+    return Checks(
+        cached=max(map(differs, cached)),
+        batched=differs(_logprobs(model, rows, size)),
+        padded=_padded(model, ids, size, differs),
+        generated=_regret(model, prefix, ids[:, :length], size),
+        tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
+    )
+
+
+def _padded(model: Any, ids: Tensor, size: int, differs: Any) -> float | None:
+    known = inspect.signature(model.forward).parameters
+    if "attention_mask" not in known:
+        return None
+    before = ids[:, :1].expand(-1, PADDING)
+    mask = torch.ones(1, PADDING + ids.shape[1], dtype=torch.long, device=ids.device)
+    mask[:, :PADDING] = 0
+    options = {"attention_mask": mask}
+    if "position_ids" in known:
+        options["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    return differs(_logprobs(model, torch.cat([before, ids], 1), size, **options))
+
+
+def _regret(model: Any, prefix: Prefix, prompt: Tensor, size: int) -> float:
+    """By how much a token of greedy decoding falls short of the likeliest one, at most."""
+    new = generated(model, prefix, prompt, size)
+    logprobs = _logprobs(model, torch.cat([prompt, new[:, :-1]], 1), new.shape[1])
+    return (logprobs.amax(-1) - logprobs.gather(-1, new[0][:, None])[:, 0]).max().item()
+
+
+def _logprobs(model: Any, ids: Tensor, size: int, **options: Any) -> Tensor:
+    """Log-probabilities `[size, vocabulary]` at the last positions of the first row."""
+    logits = model(input_ids=ids, use_cache=False, **options, **kept(model, size)).logits
+    return logits[0, -size:].float().log_softmax(-1)
+
+
+__all__ = ["TOLERANCE", "Checks", "NoCache", "check"]

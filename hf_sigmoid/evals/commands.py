@@ -1,0 +1,116 @@
+"""`hf-sigmoid eval`, and `recipes/needle.py`, which is the same command.
+
+hf-sigmoid eval --models A B@sdpa --preset cpu --out runs/eval
+hf-sigmoid eval report runs/a runs/b --out runs/both
+hf-sigmoid eval build --tokenizer A --tasks single multikey:8 --lengths 4k --out samples
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+import hf_sigmoid  # noqa: F401 (registers the attention functions)
+from hf_sigmoid import output_folder
+from hf_sigmoid.conversions.embedded import checkpoint
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.evals import report, settings
+from hf_sigmoid.evals.export import save, to_dataset
+from hf_sigmoid.evals.merging import merged
+from hf_sigmoid.evals.plan import build
+from hf_sigmoid.evals.run import ChecksFailed, evaluate
+from hf_sigmoid.loading import load
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """`main`; what it can explain is one line and a status: 2 bad input, 1 a failed check."""
+    try:
+        main(arguments)
+    except (BadInput, ChecksFailed, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, ChecksFailed) else 2
+    except KeyboardInterrupt:
+        print("\nstopped: the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Do what the command line says; the summary, or what was built.
+
+    Raises:
+        BadInput: before anything is written.
+        ChecksFailed: a model whose scores cannot be believed.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    verbs = {"report": _report, "build": _build}
+    if arguments and arguments[0] in verbs:
+        return verbs[arguments[0]](arguments[1:])
+    return _evaluate(arguments)
+
+
+def _evaluate(arguments: Sequence[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        prog="hf-sigmoid eval",
+        description="Long-context tasks: models and attention functions side by side, on the same "
+        "prompts of exactly L tokens. Also: `eval report DIR…`, `eval build` (--help of each).",
+    )
+    settings.add_arguments(parser)
+    asked = settings.read(parser.parse_args(arguments))
+    summary = evaluate(asked)
+    if summary:  # of the first process
+        _show(asked.out, summary)
+    return summary
+
+
+def _report(arguments: Sequence[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        prog="hf-sigmoid eval report", description="One report of the samples of some folders."
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the only folder given")
+    args = parser.parse_args(arguments)
+    if args.out is None and len(args.folders) > 1:
+        raise BadInput("--out: expected a folder for the report of several")
+    out = args.out or args.folders[0]
+    output_folder.check(out, "--out")
+    summary = merged(args.folders)
+    _show(out, summary, report.write(out, summary))
+    return summary
+
+
+def _build(arguments: Sequence[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        prog="hf-sigmoid eval build",
+        description="Save the samples as a `datasets` dataset, to be scored elsewhere.",
+    )
+    parser.add_argument("--tokenizer", required=True, metavar="PATH", help="of the model")
+    settings.add_arguments(parser, models=False)
+    args = parser.parse_args(arguments)
+    asked = settings.read(args)
+    tokenizer = load(AutoTokenizer, checkpoint(args.tokenizer))
+    builder, name = build(asked, tokenizer)
+    about = {
+        "tokenizer": args.tokenizer, "haystack": name, "seed": asked.grid.seed,
+        "prompt": "chat" if builder.frame else "base", "round_trips": builder.round_trips,
+    }  # fmt: skip
+    try:
+        made = to_dataset((s for _, s in asked.grid.each_sample(builder)), tokenizer)
+        save(asked.out, made, about)
+    except ValueError as error:
+        raise BadInput(f"--out: {error}") from None
+    print(f"{len(made)} samples in {asked.out}")
+    return about | {"samples": len(made)}
+
+
+def _show(out: Path, summary: dict[str, Any], files: Sequence[Path] = ()) -> None:
+    for model in summary["models"]:
+        if not model["round_trips"]:
+            print(
+                f"{model['name']}: decoding its prompts does not give the text back; ids are used"
+            )
+    print(report.table(summary))
+    print(f"report: {out / 'report.html'}")

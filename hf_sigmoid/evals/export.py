@@ -1,0 +1,153 @@
+"""Samples as a data set, for other tools to run and score.
+
+A row has the prompt twice: its ids, which are what has exactly `length` tokens, and their text.
+Not every tokenizer gives the ids back from the text; `text_is_exact` says where it does.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_sigmoid.evals.answers import written
+from hf_sigmoid.evals.samples import Sample
+from hf_sigmoid.evals.specs import parse
+
+if TYPE_CHECKING:
+    import datasets
+
+ABOUT = "about.json"
+BATCH_TOKENS = 2**20  # of prompts that are Python lists at one time
+
+
+def to_dataset(samples: Iterable[Sample], tokenizer: Any) -> "datasets.Dataset":
+    """A row for each sample, in memory, 4 bytes a token and the text; writes no file.
+
+    Args:
+        samples: taken one by one, so that a generator never holds them all.
+        tokenizer: the one that they were built with.
+
+    Raises:
+        ValueError: no samples.
+        ImportError: datasets is not installed.
+    """
+    try:
+        import pyarrow
+        from datasets import Dataset, DatasetInfo
+    except ImportError as error:
+        raise ImportError(
+            f"exporting samples needs the package {error.name or 'datasets'}: "
+            "pip install 'hf-sigmoid[recipes]'"
+        ) from error
+    features = _features()
+    tables = [
+        pyarrow.Table.from_pylist(
+            [_row(sample, tokenizer) for sample in batch], features.arrow_schema
+        )
+        for batch in _batches(samples)
+    ]
+    if not tables:
+        raise ValueError("expected at least one sample to export, got none")
+    return Dataset(pyarrow.concat_tables(tables), info=DatasetInfo(features=features))
+
+
+def save(folder: Path, dataset: "datasets.Dataset", about: dict[str, Any]) -> None:
+    """Write a data set for `load_from_disk`, and beside it what it is, whole or not at all.
+
+    Args:
+        about: the settings that the samples were made with, as JSON holds them.
+
+    Raises:
+        ValueError: a folder that exists and is not empty.
+    """
+    folder = Path(os.path.abspath(folder))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"the output must be a new or empty folder, got {folder}, which exists and is not empty"
+        )
+    said = json.dumps(about, indent=2, allow_nan=False) + "\n"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        # A folder in it, since mkdtemp's own can be read by nobody else.
+        made = Path(temporary, folder.name)
+        dataset.save_to_disk(str(made))
+        (made / ABOUT).write_text(said, encoding="utf-8")
+        if folder.exists():
+            folder.rmdir()
+        os.replace(made, folder)
+
+
+def _features() -> "datasets.Features":
+    from datasets import Features, List, Value
+
+    text, ids = Value("string"), List(Value("int32"))
+    needle = {
+        "start": Value("int32"),
+        "stop": Value("int32"),
+        "depth": Value("float64"),
+        "supports": Value("bool"),
+        "text": text,
+    }
+    return Features(
+        {
+            "task": text,
+            "ruler": text,  # RULER's name of the task, or null
+            "length": Value("int32"),
+            "depth": Value("float64"),
+            "realised_depth": Value("float64"),
+            "seed": Value("int64"),
+            "index": Value("int64"),
+            "key": text,
+            "prompt_ids": ids,
+            "prompt": text,
+            "text_is_exact": Value("bool"),
+            "question": text,
+            "answer_prefix": text,
+            "answer": List(text),
+            "answer_ids": ids,
+            "answer_text": text,
+            "decoys": List(List(text)),
+            "needles": List(needle),
+        }
+    )
+
+
+def _row(sample: Sample, tokenizer: Any) -> dict[str, Any]:
+    prompt = tokenizer.decode(sample.prompt, clean_up_tokenization_spaces=False)
+    again = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+    return {
+        "task": sample.task,
+        "ruler": parse(sample.task).ruler,
+        "length": sample.length,
+        "depth": sample.depth,
+        "realised_depth": sample.realised_depth,
+        "seed": sample.seed,
+        "index": sample.index,
+        "key": sample.key,
+        "prompt_ids": sample.prompt,
+        "prompt": prompt,
+        "text_is_exact": again == sample.prompt,
+        "question": sample.question,
+        "answer_prefix": sample.answer_prefix,
+        "answer": sample.answer_texts,
+        "answer_ids": sample.answer,
+        "answer_text": written(sample.answer_texts),
+        "decoys": sample.decoy_texts,
+        "needles": [vars(needle) for needle in sample.needles],
+    }
+
+
+def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    """As many samples at a time as have so many tokens together."""
+    batch: list[Sample] = []
+    tokens = 0
+    for sample in samples:
+        batch.append(sample)
+        tokens += len(sample.prompt)
+        if tokens >= BATCH_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,52 @@
+"""One summary of the samples of several folders."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.evals import loss, run_file, store
+from hf_sigmoid.evals.summary import summarise
+
+
+def merged(folders: Sequence[Path]) -> dict[str, Any]:
+    """The summary of all samples of some folders.
+
+    Raises:
+        BadInput: folders without samples, or of evaluations that asked otherwise.
+    """
+    runs = []
+    for folder in folders:
+        if (held := run_file.read(folder)) is None:
+            raise BadInput(f"{folder}: expected a folder of an evaluation, found no run.json in it")
+        runs.append((folder, held))
+    first_folder, first = runs[0]
+    samples: dict[store.Key, dict[str, Any]] = {}
+    models: dict[str, dict[str, Any]] = {}
+    losses = {}
+    for folder, held in runs:
+        if held["config"] != first["config"]:
+            differing = [
+                f"{key} {first[key]!r} and {held[key]!r}"
+                for key in ("seed", "haystack", "dtype", "scores")
+                if first[key] != held[key]
+            ]
+            raise BadInput(
+                f"{first_folder} and {folder} hold evaluations that asked otherwise "
+                f"({', '.join(differing) or 'prompts or decoys'}): they cannot be compared"
+            )
+        for model in held["models"]:
+            known = models.setdefault(model["name"], model)
+            if known["weights"] != model["weights"]:
+                raise BadInput(
+                    f"{folder}: {model['name']} has other weights than in another folder"
+                )
+            found = loss.Losses(folder, held["config"]).read(
+                model["loss"]["key"], model["loss"]["windows"]
+            )
+            if found is not None:
+                losses[model["name"]] = found
+        for sample in store.read(folder):
+            samples.setdefault((sample["name"], sample["key"]), sample)
+    about = {key: value for key, value in first.items() if key != "models"}
+    return summarise(list(samples.values()), list(models.values()), about, losses)

@@ -1,0 +1,39 @@
+"""run.json: what a folder's samples were asked of, and what the models' checks found."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hf_sigmoid.errors import BadInput
+
+FILE = "run.json"
+
+
+def write(folder: Path, about: dict[str, Any], models: list[dict[str, Any]]) -> None:
+    """The models of earlier runs in the folder are kept, those of the same name replaced."""
+    known = {model["name"]: model for model in (read(folder) or {"models": []})["models"]}
+    known |= {model["name"]: model for model in models}
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{FILE}"
+    text = json.dumps({**about, "models": list(known.values())}, indent=1) + "\n"
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, folder / FILE)
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """None of a folder without one.
+
+    Raises:
+        BadInput: a file that is not ours.
+    """
+    file = folder / FILE
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(held["config"], str) and all(each["name"] for each in held["models"]):
+            return held
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise BadInput(f"{file}: expected what an evaluation writes there: choose another folder")

@@ -1,0 +1,215 @@
+"""From scored samples to the numbers of a report: cells, margins, pairs, costs, attention, loss.
+
+A cell's interval is exact; a margin's pools the depths, and takes samples for independent, which
+questions of one haystack are not quite: `haystacks` says how many there are. Pairs compare answers to the same samples, against the first model.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hf_sigmoid.evals.curves import block_bootstrap, log_edges
+from hf_sigmoid.evals.intervals import clopper_pearson, effective_length, mcnemar
+from hf_sigmoid.evals.needle_attention import FIELDS
+from hf_sigmoid.evals.specs import parse
+
+Sampled = dict[str, Any]
+
+# New tokens that RULER has a model write for its tasks, and lm-evaluation-harness after it, behind
+# a prompt that each sample reads from its beginning.
+HARNESS_STEPS = {"vt": 30, "cwe": 120, "fwe": 50}
+HARNESS_STEPS |= dict.fromkeys(("single", "multikey", "multivalue", "multiquery", "passkey"), 128)
+
+
+def summarise(
+    samples: Sequence[Sampled],
+    models: Sequence[dict[str, Any]],
+    about: dict[str, Any],
+    losses: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What `summary.json` holds.
+
+    Args:
+        samples: of all models, lines of samples.jsonl.
+        models: as run.json describes them; the first is what the others are compared to.
+        about: of the run: configuration, seed, haystack, …
+        losses: by model's name, `[windows, positions]` of the same windows, or None.
+    """
+    by_model = {
+        model["name"]: [sample for sample in samples if sample["name"] == model["name"]]
+        for model in models
+    }
+    models = [model for model in models if by_model[model["name"]]]
+    names = [model["name"] for model in models]
+    seed = about["seed"]
+    return {
+        **about,
+        "tasks": _distinct(samples, "task"),
+        "lengths": sorted(_distinct(samples, "length")),
+        "depths": sorted(each for each in _distinct(samples, "depth") if each is not None),
+        "models": [
+            {
+                **{key: value for key, value in model.items() if key != "loss"},
+                "cells": _grouped(by_model[model["name"]], ("task", "length", "depth")),
+                "lengths": (pooled := _grouped(by_model[model["name"]], ("task", "length"))),
+                "effective": _effective(pooled),
+                "tokens": _tokens(by_model[model["name"]]),
+                "attention": _attention(by_model[model["name"]]),
+                "loss": _bands(losses.get(model["name"]), seed),
+            }
+            for model in models
+        ],
+        "pairs": [
+            pair
+            for other in names[1:]
+            for pair in _pairs(names[0], by_model[names[0]], other, by_model[other])
+        ],
+        "loss_pairs": [
+            pair
+            for model in models[1:]
+            if (pair := _loss_pair(models[0], model, losses, seed)) is not None
+        ],
+    }
+
+
+def _distinct(samples: Iterable[Sampled], key: str) -> list:
+    return list(dict.fromkeys(sample[key] for sample in samples))
+
+
+def _groups(samples: Iterable[Sampled], by: Sequence[str]) -> dict[tuple, list[Sampled]]:
+    """In the order of the first task, then by the other keys."""
+    groups: dict[tuple, list[Sampled]] = {}
+    for sample in samples:
+        groups.setdefault(tuple(sample[key] for key in by), []).append(sample)
+    tasks = {task: number for number, task in enumerate(_distinct(samples, "task"))}
+    order = sorted(groups, key=lambda key: (tasks[key[0]], *(each or 0 for each in key[1:])))
+    return {key: groups[key] for key in order}
+
+
+def _grouped(samples: Sequence[Sampled], by: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [
+        {**dict(zip(by, key, strict=True)), "ruler": parse(key[0]).ruler, **_pooled(group)}
+        for key, group in _groups(samples, by).items()
+    ]
+
+
+def _pooled(samples: Sequence[Sampled]) -> dict[str, Any]:
+    n, correct = len(samples), sum(sample["correct"] for sample in samples)
+    taught = [sample["teacher"] for sample in samples if "teacher" in sample]
+    written = [sample["generate"] for sample in samples if "generate" in sample]
+    return {
+        "n": n,
+        "haystacks": len(_distinct(samples, "haystack")),
+        "correct": correct,
+        "accuracy": correct / n,
+        "interval_95": list(clopper_pearson(correct, n)),
+        "logprob": math.fsum(each["logprob"] for each in taught) / n if taught else None,
+        "first": sum(each["rank"] == 0 for each in taught) / n if taught else None,
+        "candidates": max(each["candidates"] for each in taught) if taught else None,
+        "generated": {
+            "correct": sum(each["correct"] for each in written),
+            "contains": math.fsum(each["contains"] for each in written) / n,
+        }
+        if written
+        else None,
+    }
+
+
+def _effective(pooled: Sequence[dict[str, Any]]) -> dict[str, int | None]:
+    counts: dict[str, dict[int, tuple[int, int]]] = {}
+    for cell in pooled:
+        counts.setdefault(cell["task"], {})[cell["length"]] = (cell["correct"], cell["n"])
+    return {task: effective_length(each) for task, each in counts.items()}
+
+
+def _tokens(samples: Sequence[Sampled]) -> list[dict[str, Any]]:
+    """What was forwarded for a task, beside what RULER's way would have been."""
+    found = []
+    for (task,), group in _groups(samples, ("task",)).items():
+        forwarded = sum(sample["tokens"] for sample in group)
+        steps = HARNESS_STEPS.get(parse(task).kind)
+        harness = sum(sample["length"] + steps for sample in group) if steps else None
+        share = forwarded / harness if harness else None
+        found.append({"task": task, "forwarded": forwarded, "harness": harness, "share": share})
+    return found
+
+
+def _attention(samples: Sequence[Sampled]) -> list[dict[str, Any]]:
+    """Means over the samples that were watched, by task and length."""
+    watched = [sample for sample in samples if "attention" in sample]
+    found = []
+    for (task, length), group in _groups(watched, ("task", "length")).items():
+        seen = [sample["attention"] for sample in group]
+        layers = range(len(seen[0]["mass"]))
+        means = {
+            field: [
+                None
+                if any(each[field][layer] is None for each in seen)
+                else [
+                    math.fsum(values) / len(seen)
+                    for values in zip(*(each[field][layer] for each in seen), strict=True)
+                ]
+                for layer in layers
+            ]
+            for field in FIELDS
+        }
+        keys = math.fsum(each["keys"] for each in seen) / len(seen)
+        found.append({"task": task, "length": length, "n": len(seen), **means, "keys": keys})
+    return found
+
+
+def _pairs(
+    first: str, one: Sequence[Sampled], second: str, other: Sequence[Sampled]
+) -> list[dict[str, Any]]:
+    """McNemar's test by task, at each length and over all, of the samples both were asked."""
+    right = {sample["key"]: sample["correct"] for sample in other}
+    both = [sample for sample in one if sample["key"] in right]
+    found = []
+    for length, by in ((None, ("task",)), (True, ("task", "length"))):
+        for key, group in _groups(both, by).items():
+            paired = mcnemar(
+                [sample["correct"] for sample in group], [right[s["key"]] for s in group]
+            )
+            about = {"task": key[0], "length": key[1] if length else None}
+            found.append({"first": first, "second": second, **about, **vars(paired)})
+    return found
+
+
+def _bands(losses: Any, seed: int) -> list[dict[str, Any]]:
+    if losses is None:
+        return []
+    array = np.asarray(losses)
+    generator = np.random.default_rng(seed)
+    return [vars(b) for b in block_bootstrap(array, log_edges(array.shape[1]), generator=generator)]
+
+
+def _loss_pair(
+    first: dict[str, Any], second: dict[str, Any], losses: Mapping[str, Any], seed: int
+) -> dict[str, Any] | None:
+    """Second minus first on the same tokens; what short contexts cost and long ones gain.
+
+    Short are the positions that the first model was made for, and long those beyond; of windows
+    that do not go beyond, the first quarter and the second half.
+    """
+    one, two = losses.get(first["name"]), losses.get(second["name"])
+    if one is None or two is None or one.shape != two.shape:
+        return None
+    difference = np.asarray(two, dtype=np.float64) - np.asarray(one, dtype=np.float64)
+    length, positions = difference.shape[1], first["positions"]
+    beyond = positions is not None and positions < length
+    short, long = (positions, positions) if beyond else (max(1, length // 4), length // 2)
+
+    def band(start: int, stop: int) -> dict[str, Any]:
+        generator = np.random.default_rng(seed)
+        (found,) = block_bootstrap(difference, [start, stop], generator=generator)
+        return vars(found)
+
+    return {
+        "first": first["name"],
+        "second": second["name"],
+        "bands": _bands(difference, seed),
+        "short": band(0, short),
+        "long": band(long, length),
+    }
