@@ -8,6 +8,11 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run it, print the result; an error is one line and exit status 2."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["eval"]:
+        from hf_sigmoid.evals.commands import run
+
+        return run(arguments[1:])
     options = _parser().parse_args(arguments)
 
     import hf_sigmoid  # noqa: F401  registers the two names
@@ -24,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hf-sigmoid", description="Change the attention of a checkpoint."
+        prog="hf-sigmoid",
+        description="Change the attention of a checkpoint, and see what it does at length.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     model = "checkpoint folder, hub id, or smollm2 for the embedded one"
@@ -122,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print the result as JSON")
+    # With options of its own, which `main` hands on.
+    commands.add_parser("eval", help="long-context tasks, models side by side", add_help=False)
     return parser
 
 

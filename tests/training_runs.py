@@ -41,12 +41,14 @@ def lines(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def launch(argv: list[str], *, processes: int = 2, **environment: str) -> str:
-    """The recipe in several gloo processes; what they printed."""
+def launch(
+    argv: list[str], *, processes: int = 2, recipe: str = "continue_pretrain.py", **environment: str
+) -> str:
+    """A recipe in several gloo processes; what they printed."""
     command = [
         "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes),
         "--main_process_port", "0", "--num_machines", "1", "--mixed_precision", "no",
-        str(RECIPES / "continue_pretrain.py"),
+        str(RECIPES / recipe),
     ]  # fmt: skip
     # --cpu would start one process without a word.
     own = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **environment}

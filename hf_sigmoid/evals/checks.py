@@ -64,7 +64,7 @@ def check(model: Any, sample: Sample, other: Sample) -> Checks:
     plain = _logprobs(model, ids, size)
 
     def differs(logprobs: Tensor) -> float:
-        return (logprobs - plain).abs()[plain > LIKELY].max().item()
+        return (logprobs - plain).abs()[~(plain <= LIKELY)].max().item()  # also where it is NaN
 
     length = len(sample.prompt)
     prefix = Prefix.read(model, ids[:, : length - 1])

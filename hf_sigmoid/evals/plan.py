@@ -1,4 +1,4 @@
-"""What each model of an evaluation is asked: prompts by its tokenizer, checked before any is run."""
+"""What each model is asked: prompts of its own tokenizer, checked before any model is run."""
 
 from collections.abc import Sequence
 from typing import Any

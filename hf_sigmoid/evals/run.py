@@ -1,6 +1,7 @@
 """An evaluation from its settings to its report: asked of every model, resumable, shared out."""
 
 import importlib.metadata
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -134,6 +135,8 @@ class _Run:
             for index in range(2)
         )
         checks = check(model, probe, other)
+        if any(map(math.isnan, checks.failed.values())):
+            raise ChecksFailed(f"{plan.subject.name}: its log-probabilities are not numbers")
         if checks.failed and self.settings.checks == "stop":
             raise ChecksFailed(
                 f"{plan.subject.name}: an answer read at once and one read otherwise differ, "

@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, models: bool = True) -> No
     add("--dtype", choices=DTYPES, default="float32")
     add("--device", metavar="DEVICE", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--checks", choices=("stop", "record"), default="stop",
-        help="what a failed check of a model does: end the run, or stand in the report")  # fmt: skip
+        help="a model that fails a check ends the run, or is marked in the report")  # fmt: skip
 
 
 def read(args: argparse.Namespace) -> Settings:

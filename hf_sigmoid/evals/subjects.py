@@ -19,7 +19,7 @@ class Subject:
     """One model under one attention function.
 
     Args:
-        name: what it is called, `PATH` or `PATH@ATTN`.
+        name: what it is called, as `PATH`, `PATH@ATTN`, `PATH+yarn:4`.
         path: as it was given; `source` is what loads.
         attn: the function it runs under, None for the checkpoint's own.
         rope: a change of its RoPE for this evaluation, as `yarn:4`.
@@ -50,7 +50,7 @@ class Subject:
         if not at or Path(given).exists():
             path, named = given, None
         attn = named or attn
-        name = f"{path}@{attn}" if attn else path
+        name = (f"{path}@{attn}" if attn else path) + (f"+{rope}" if rope else "")
         source = checkpoint(path)
         model = twin(source, attn)
         check_weights(source)

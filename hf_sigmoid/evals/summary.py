@@ -1,7 +1,8 @@
 """From scored samples to the numbers of a report: cells, margins, pairs, costs, attention, loss.
 
 A cell's interval is exact; a margin's pools the depths, and takes samples for independent, which
-questions of one haystack are not quite: `haystacks` says how many there are. Pairs compare answers to the same samples, against the first model.
+questions of one haystack are not quite: `haystacks` says how many there are. Pairs compare answers
+to the same samples, against the first model.
 """
 
 import math
