@@ -10,7 +10,7 @@ from itertools import count, pairwise
 
 import pytest
 
-from hf_sigmoid.evals import clopper_pearson, mcnemar, plots, report
+from hf_sigmoid.evals import clopper_pearson, mcnemar, panels, plots, report
 
 TASKS = ("single", "multikey:16", "cwe:3x8x2")
 LENGTHS = (512, 1024, 2048, 4096, 8192)
@@ -308,19 +308,19 @@ def test_differences_are_of_the_second_model_from_the_first():
     summary = synthetic(models=3, tasks=1, lengths=1, depths=1)
     for model, right in zip(summary["models"], (15, 12, 1), strict=True):
         model["cells"][0].update(correct=right, accuracy=right / 20)
-    *_, panel = plots.accuracy(summary)["single"]
+    *_, panel = panels.accuracy(summary)["single"]
     (cell,) = panel.cells[0]
     assert panel.title == "ssmax/final − sdpa/final"
     assert (cell.text, cell.more) == ("-15", "75→60%")
     assert cell.title == "-15.0 points: from 15 of 20 correct to 12 of 20"
-    assert plots.colour(panel, 0.0) == "#f7f7f7"
+    assert panels.colour(panel, 0.0) == "#f7f7f7"
 
 
-@pytest.mark.parametrize("scale", plots.SCALES)
+@pytest.mark.parametrize("scale", panels.SCALES)
 def test_black_text_is_readable_on_every_colour(scale):
-    panel = plots.Panel("", [], [], [], scale, 0, 1)
+    panel = panels.Panel("", [], [], [], scale, 0, 1)
     for place in range(101):
-        colour = plots.colour(panel, place / 100)
+        colour = panels.colour(panel, place / 100)
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         red, green, blue = (
             part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
@@ -347,7 +347,7 @@ def test_names_are_no_formulas_to_the_pictures(tmp_path):
     names = ["_m$\\x{$@sdpa", "$^_$ " + 20 * "long" + "@ssmax"]
     files, _, _ = written(tmp_path, synthetic(tasks=1, lengths=2, depths=1, names=names))
     assert len(files) == 8
-    (chart, _) = plots._charts(plots.losses(synthetic(names=names))).axes
+    (chart, _) = plots._charts(panels.losses(synthetic(names=names))).axes
     labels = [text.get_text() for text in chart.get_legend().get_texts()]
     assert labels[0] == " _m\\$\\x{\\$"
     assert len(labels) == 3

@@ -3,8 +3,8 @@
     files = write(folder, summary)
     print(table(summary))
 
-Here are the names, numbers and rows that all of its forms share. `markdown.py` puts them into
-words, `plots.py` into pictures, `html.py` both onto one page.
+Here are the names, numbers and rows that all of its forms share. `sections.py` puts them into
+words, `panels.py` into pictures, `html.py` both onto one page.
 """
 
 import csv
