@@ -33,6 +33,7 @@ class Change:
 
     kind: str
     factor: float
+    attention_factor: float | None = 1.0  # YaRN's on the logits; None: its own
 
     @classmethod
     def parse(cls, given: str) -> "Change":
@@ -60,11 +61,12 @@ class Change:
         """What `config.rope_parameters` becomes for so many rotary dimensions."""
         before = config.rope_parameters
         if self.kind == "yarn":
+            sharpens = {} if self.attention_factor is None else {"attention_factor": 1.0}
             return {
                 **before,
                 "rope_type": "yarn",
                 "factor": self.factor,
-                "attention_factor": 1.0,
+                **sharpens,
                 "original_max_position_embeddings": config.max_position_embeddings,
             }
         if self.kind == "ntk" and dims <= 2:

@@ -13,7 +13,6 @@ import resuming
 import torch
 from errors import BadInput
 from packing import Packer, streams_of
-from run_lock import RunLock
 from run_log import finite
 from stop_signal import StopSignal
 from tqdm import tqdm
@@ -21,6 +20,7 @@ from transformers import AutoTokenizer
 
 from hf_sigmoid import output_folder
 from hf_sigmoid.loading import load, max_positions, tokenizer_print
+from hf_sigmoid.run_lock import RunLock
 
 
 def leave_group() -> None:

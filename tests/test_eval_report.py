@@ -146,19 +146,13 @@ def _attention(rng, task, length, layers, heads, is_sigmoid):
         [min(0.99, rng.lognormvariate(-4.5, 1.3)) for _ in range(heads)] for _ in range(layers)
     ]
     share[layers // 2][heads - 1] = 0.71
-    if layers > 2:
-        share[0] = None  # a layer without attention weights
     total = [[3.5 if is_sigmoid else 1.0] * heads for _ in share]
     spread = [[length ** rng.uniform(0.3, 0.95) for _ in range(heads)] for _ in share]
-
-    def known(grid):
-        return [None if share[i] is None else layer for i, layer in enumerate(grid)]
-
     return {
-        "task": task, "length": length, "n": 6, "share": share,
-        "mass": [each and [value * total[0][0] for value in each] for each in share],
-        "total": known(total), "n_eff": known(spread),
-        "n_eff_2": known([[value / 2 for value in row] for row in spread]),
+        "task": task, "length": length, "n": 6, "share": share, "total": total, "n_eff": spread,
+        "mass": [[value * total[0][0] for value in each] for each in share],
+        "n_eff_2": [[value / 2 for value in row] for row in spread],
+        "layers": [4 * number + 3 for number in range(layers)],  # as of a hybrid model
         "keys": length + 0.5,
     }  # fmt: skip
 
@@ -268,7 +262,7 @@ def test_every_number_stands_in_the_words_and_on_the_page(tmp_path, no_pictures)
         "not independent",
         "too narrow",
     ]
-    expected += ["70,123", "90,321", "78%", "layer 1, head 1", "71%", "2.48", "3.5"]
+    expected += ["70,123", "90,321", "78%", "layer 7, head 1", "71%", "2.48", "3.5"]
     for entry in (entry for model in summary["models"] for entry in model["attention"]):
         expected.append(report.spread(entry["n_eff"][1][1]))
     for cell in (cell for model in summary["models"] for cell in model["lengths"]):
@@ -369,8 +363,8 @@ def _no_loss(summary):
 def _layers_without_weights(summary):
     for model in summary["models"]:
         for entry in model["attention"]:
-            for key in ("mass", "share", "total", "n_eff", "n_eff_2"):
-                entry[key] = [None, None]
+            for key in ("layers", "mass", "share", "total", "n_eff", "n_eff_2"):
+                entry[key] = []
 
 
 def _no_scores(summary):

@@ -1,18 +1,28 @@
 """`hf-sigmoid eval` as a whole, on a two-layer llama that reads bytes."""
 
 import json
+import math
 import multiprocessing
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_eval_tasks import TOKENIZERS
 from test_eval_tasks import tokenizer as small_tokenizer
 from training_runs import POSITIONS, launch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 import hf_sigmoid
 from hf_sigmoid import loading, text
@@ -20,7 +30,11 @@ from hf_sigmoid.conversions.__main__ import main as hf_sigmoid_command
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.evals import commands, parse, run, settings
 from hf_sigmoid.evals.grid import Grid
+from hf_sigmoid.evals.needle_attention import Observer
 from hf_sigmoid.evals.prompts import PromptBuilder
+from hf_sigmoid.evals.scoring import Scorer
+from hf_sigmoid.evals.subjects import Subject
+from hf_sigmoid.run_lock import RunLock
 
 
 def arguments(out: Path, *models: str | Path, **options: str) -> list[str]:
@@ -75,6 +89,12 @@ def test_a_run_writes_every_sample_once_and_a_report_of_them(whole, tiny, capsys
     assert first["loss"][-1]["stop"] == 199 and summary["loss_pairs"][0]["short"]["stop"] == 49
     assert first["attention"][0]["keys"] > 480 and len(first["attention"][0]["mass"]) == 2
 
+    (shared,) = [each for each in first["tokens"] if each["task"] == "multikey:2"]
+    assert shared["forwarded"] == sum(
+        sample["tokens"]
+        for sample in samples
+        if sample["name"] == first["name"] and sample["task"] == "multikey:2"
+    )
     # Done already: nothing is loaded, the report is the same.
     before = {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()}
     assert commands.main([*argv, str(out)]) == summary
@@ -186,7 +206,7 @@ def test_another_prompt_under_a_sample_s_key_is_refused(short, tmp_path):
     argv, lines = short
     other = json.loads(lines[0]) | {"prompt_sha256": "0" * 16}
     (tmp_path / "samples.jsonl").write_text(json.dumps(other) + "\n")
-    with pytest.raises(BadInput, match="another release or tokenizer built otherwise"):
+    with pytest.raises(BadInput, match="another release, tokenizer or text built otherwise"):
         commands.main([*argv, str(tmp_path)])
 
 
@@ -228,6 +248,11 @@ def test_a_backend_whose_n_is_off_under_a_cache_ends_the_run(tiny, tmp_path, mon
             commands.main(argv)
         assert not (tmp_path / "out").exists()
         assert commands.run(argv) == 1
+        # What was scored of sound models before is reported.
+        both = ["--models", tiny, *argv[1:-1], str(tmp_path / "two")]
+        assert commands.run(both) == 1
+        assert len(content(tmp_path / "two")) == 2
+        assert (tmp_path / "two" / "report.html").exists()
         # Asked for all the same, the report says so first.
         summary = commands.main([*argv, "--checks", "record"])
         assert not summary["models"][0]["checks"]["passed"]
@@ -247,6 +272,8 @@ def test_models_and_functions_are_crossed_and_named(tiny, tmp_path):
 def test_bad_input_writes_nothing(tiny, damaged, pickled, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "short.txt").write_text("It rained. " * 9)
+    end = AutoTokenizer.from_pretrained(tiny).eos_token
+    (tmp_path / "marked.txt").write_text(f"It rained.{end} It stopped. " * 200)
     out = tmp_path / "out"
     for options, words in [
         ({"lengths": f"300 {POSITIONS}"}, "expected a length up to 50., or --allow-extrapolation"),
@@ -264,6 +291,7 @@ def test_bad_input_writes_nothing(tiny, damaged, pickled, tmp_path):
         ({"haystack": str(tmp_path / "absent.txt")}, "--haystack: .*absent.txt"),
         ({"haystack": str(tmp_path / "empty.txt")}, "--haystack: .* must not be empty"),
         ({"haystack": str(tmp_path / "short.txt")}, "the haystack has .* give a longer text"),
+        ({"haystack": str(tmp_path / "marked.txt")}, "holds special tokens"),
         ({"rope": "yarn"}, "--rope must be"),
         ({"device": "foo"}, "--device: expected one that torch can compute on here, got 'foo'"),
         ({"device": "meta"}, "got 'meta'"),
@@ -351,7 +379,176 @@ def test_samples_are_built_as_a_data_set(tiny, tmp_path, capsys):
     assert made["task"] == ["single"] * 6 + ["multikey:2"] * 6
     assert json.loads((tmp_path / "made/about.json").read_text())["prompt"] == "base"
     assert hf_sigmoid_command(argv) == 2
-    assert "which exists and is not empty" in capsys.readouterr().err
+    assert "expected a new or empty folder" in capsys.readouterr().err
+
+
+def test_two_runs_do_not_write_into_one_folder(short, tmp_path):
+    argv, _ = short
+    lock = RunLock(tmp_path, "--out")
+    with pytest.raises(BadInput, match="another process is writing into it"):
+        commands.main([*argv, str(tmp_path)])
+    lock.release()
+    commands.main([*argv, str(tmp_path)])
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_more_windows_of_the_loss_are_the_same_ones_for_every_model(short, tiny, tmp_path):
+    argv, _ = short
+    argv = [*argv, str(tmp_path), "--loss-length", "200"]
+    commands.main([*argv, "--loss", "3"])
+    commands.main([*argv, "--loss", "5"])
+    summary = commands.main([*argv, "--loss", "5", "--attn", "eager", "sdpa"])
+    # In the order of this command, whatever was there before.
+    assert [model["attn"] for model in summary["models"]] == ["eager", "sdpa"]
+    (pair,) = summary["loss_pairs"]
+    assert pair["first"].endswith("@eager")
+    assert max(abs(band["mean"]) for band in pair["bands"]) < 1e-5
+    # The first three were read once for each name of a model: unnamed, @eager, @sdpa.
+    assert sorted(len(list(each.iterdir())) for each in (tmp_path / "loss").iterdir())[1:] == [5, 5]
+
+
+def test_models_of_two_tokenizers_are_asked_of_their_own_prompts(tiny, tmp_path):
+    words = small_tokenizer("byte-level BPE")
+    words.save_pretrained(tmp_path / "other")
+    config = AutoModelForCausalLM.from_pretrained(tiny).config
+    config.vocab_size = len(words)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
+    summary = commands.main(
+        arguments(tmp_path / "out", tiny, tmp_path / "other", lengths="450", loss="1",
+                  loss_length="100", prompt="base")
+    )  # fmt: skip
+    assert [model["lengths"][0]["n"] for model in summary["models"]] == [6, 6]
+    assert {json.loads(line)["prompt_tokens"] for line in content(tmp_path / "out")} == {450}
+    # Other prompts and other tokens: nothing to pair.
+    assert summary["pairs"] == [] and summary["loss_pairs"] == []
+
+
+def test_a_part_of_a_composite_model_keeps_its_attention_function(tiny, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }  # fmt: skip
+    more = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": len(tokenizer)}
+    config = Gemma3Config(
+        text_config={**sizes, **more, "initializer_range": 0.2},
+        vision_config={**sizes, "image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=4, image_token_id=1, boi_token_index=2, eoi_token_index=3,
+    )  # fmt: skip
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.set_attn_implementation({"text_config": "sigmoid"})
+    observer = Observer(model)
+    builder = PromptBuilder(tokenizer, text.held_out())
+    samples = [builder.build("single", length=400, depth=0.5, index=i) for i in range(2)]
+    first, again = (Scorer(model, tokenizer).score(samples, observer=observer) for _ in range(2))
+    assert first == again  # nothing was switched and left so
+    seen = first[0]["attention"]
+    assert seen["layers"] == [0, 1]
+    assert max(abs(total - 1) for layer in seen["total"] for total in layer) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_rope_that_changes_within_a_prompt_is_refused(kind, tiny, tmp_path):
+    config = AutoModelForCausalLM.from_pretrained(tiny).config
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+                 "original_max_position_embeddings": 400}  # fmt: skip
+        config.max_position_embeddings = 1600
+    else:
+        config.max_position_embeddings = 400
+    config.rope_parameters = rope
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "model")
+    argv = arguments(tmp_path / "out", tmp_path / "model", depths="0", samples="2", decoys="2")
+    argv += ["--allow-extrapolation", "--lengths"]
+    for length in ("398", "420", "700"):
+        fits = kind == "longrope" and length == "700"
+        if fits:
+            commands.main([*argv, length])
+            continue
+        with pytest.raises(BadInput, match=r"the RoPE of .* changes at 400 positions"):
+            commands.main([*argv, length])
+    with pytest.raises(BadInput, match=r"--loss-length: the RoPE of .* got 410"):
+        commands.main([*argv, "300", "--loss", "1", "--loss-length", "410"])
+    commands.main([*argv, "300", "--out", str(tmp_path / "short")])
+
+
+def test_learned_positions_do_not_extrapolate(tiny, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, n_positions=400,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    argv = arguments(tmp_path / "out", tmp_path / "model", lengths="450", samples="1")
+    with pytest.raises(BadInput, match=r"up to 39.: it has learned no others"):
+        commands.main([*argv, "--allow-extrapolation"])
+
+
+def test_weights_that_are_missing_are_not_made_up(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "model")
+    weights = load_file(tmp_path / "model/model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=r"lack model.layers.1.mlp.up_proj.weight"):
+        commands.main(arguments(tmp_path / "out", tmp_path / "model", samples="1"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_logits_that_are_no_numbers_end_the_run(tiny, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.model.norm.weight.data.fill_(math.nan)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "model")
+    argv = arguments(tmp_path / "out", tmp_path / "model", samples="1", checks="record")
+    with pytest.raises(run.ChecksFailed, match="not numbers"):
+        commands.main(argv)
+
+
+def test_yarn_sharpens_logits_unless_ssmax_does(tiny):
+    models = {
+        attn: Subject.find(tiny, attn, "yarn:4").load(torch.float32, "cpu")
+        for attn in ("sdpa", "ssmax")
+    }
+    factor = {attn: made.model.rotary_emb.attention_scaling for attn, made in models.items()}
+    assert factor["ssmax"] == 1 and factor["sdpa"] == pytest.approx(0.1 * math.log(4) + 1)
+
+
+def test_a_template_writes_one_day_and_takes_options(tiny, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = (
+        "{{ strftime_now('%Y') }} {{ date_string }} {% if deep %}deep{% endif %}"
+        "{% for m in messages %}<u>{{ m['content'] }}</u>{% endfor %}<a>"
+    )
+    frames = [
+        PromptBuilder(tokenizer, template_options=options).frame
+        for options in ({}, {"deep": True}, {"date_string": "today"})
+    ]
+    assert frames == [
+        ("2025 01 Jan 2025 <u>", "</u><a>"),
+        ("2025 01 Jan 2025 deep<u>", "</u><a>"),
+        ("2025 today <u>", "</u><a>"),
+    ]
+    shutil.copytree(tiny, tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    argv = arguments(tmp_path / "out", tmp_path / "model", samples="1", lengths="400")
+    summary = commands.main([*argv, "--template", "deep=true"])
+    assert summary["models"][0]["prompt"] == "chat"
+    with pytest.raises(BadInput, match="choose another folder"):
+        commands.main(argv)
+
+
+def test_most_of_a_shared_haystack_is_read_once(tiny, tmp_path):
+    """At most a fifth of the tokens of RULER's way, as with the preset's depths and decoys."""
+    argv = arguments(
+        tmp_path, tiny, tasks="multikey:32", lengths="4000", depths="0 0.25 0.5 0.75 1",
+        samples="6", decoys="4",
+    )  # fmt: skip
+    summary = commands.main([*argv, "--allow-extrapolation"])
+    (cost,) = summary["models"][0]["tokens"]
+    assert cost["harness"] == 30 * (4000 + 128) and cost["share"] <= 0.2
 
 
 @pytest.mark.parametrize("preset", settings.PRESETS)
@@ -381,7 +578,11 @@ def test_a_haystack_is_repeated_where_that_is_asked_for(tiny, tmp_path):
     with pytest.raises(BadInput, match="give a longer text"):
         commands.main(argv)
     summary = commands.main([*argv, "--repeat-haystack"])
-    assert summary["haystack"] == "short.txt, 5 times"
+    assert summary["haystack"] == "short.txt, repeated"
+    # A longer prompt changes nothing of a shorter one.
+    first = content(tmp_path / "out")
+    commands.main([*argv, "--repeat-haystack", "--lengths", "480", "500"])
+    assert content(tmp_path / "out")[: len(first)] == first
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

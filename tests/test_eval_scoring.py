@@ -269,7 +269,7 @@ def test_a_backend_that_counts_keys_wrongly_fails_a_check(attn, bug, monkeypatch
     monkeypatch.setattr(hf_sigmoid.masks, "visible_keys", wrong)
     found = check(made, probe, other)
     name = {"cache": "cached", "padding": "padded", "batch": "batched"}[bug]
-    assert found.failed[name] > 10 * found.tolerance and not found.record()["passed"]
+    assert found.failed[name] > 5 * found.tolerance and not found.record()["passed"]
 
 
 def test_numbers_that_are_none_fail_a_check():

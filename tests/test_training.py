@@ -746,10 +746,10 @@ def test_signals_may_come_more_than_once(tiny, corpus_file, tmp_path, monkeypatc
 
 
 def test_two_runs_do_not_write_into_one_folder(tiny, corpus_file, tmp_path):
-    from run_lock import RunLock
+    from hf_sigmoid.run_lock import RunLock
 
     lock = RunLock(tmp_path)
-    with pytest.raises(BadInput, match="another process is training in it"):
+    with pytest.raises(BadInput, match="another process is writing into it"):
         continue_pretrain.main(arguments(tiny, corpus_file, tmp_path))
     lock.release()
     continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **{"train.steps": 1}))

@@ -5,7 +5,8 @@
     low, high = clopper_pearson(successes, trials)
 
 `specs.py` lists the tasks and RULER's names of them, `prompts.py` says how a prompt is built,
-`intervals.py` and `curves.py` hold the statistics. Nothing here needs a model, or torch.
+`intervals.py` and `curves.py` hold the statistics: none of these needs a model, or torch. What
+runs models begins at `commands.py`, `run.py` and `scoring.py`.
 """
 
 from hf_sigmoid.evals.curves import Band, block_bootstrap, log_edges

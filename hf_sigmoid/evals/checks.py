@@ -1,34 +1,37 @@
 """Whether a model gives one answer by every way that a run takes, before any score is believed.
 
-On one sample, log-probabilities [answer, vocabulary] of the answer behind its prompt
+On one sample, probabilities p [answer, vocabulary] of the answer behind its prompt
 
     plain      one forward, no cache, no other row, no mask: what the others are held to
-    cached     prompt first, answer behind its keys and values, twice (the cache is cropped between)
+    cached     the answer behind the prompt's keys and values, of one row and of two, the prompt
+               in one part and in two, twice each: the cache is cropped between
     batched    beside another sample
     padded     behind ids that the attention mask hides
     generated  the model's own greedy decoding, held to what `plain` finds likeliest
 
-Each is given as the largest difference in nats, over the tokens that `plain` gives a chance above
-e^−10. An attention function that counts n wrongly under a cache, for queries that come alone, or
-under padding, fails here; so does a cache that is not what it was after being cropped.
+Each is given as Σ p |Δ log p| in nats, the largest of the answer's tokens; `generated` as what its
+tokens fall short of the likeliest. An attention function that counts n wrongly under a cache, for
+queries that come alone, or under padding, fails here; so does a cache that is not what it was
+after being cropped. What is wrong in the same way everywhere is not seen.
 """
 
 import inspect
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_sigmoid.evals.prefix import NoCache, Prefix, kept
+from hf_sigmoid.evals.prefix import Prefix, kept
 from hf_sigmoid.evals.samples import Sample
 from hf_sigmoid.evals.scoring import generated
 
 # Nats. On SmolLM2 rounding moves log-probabilities by 1e-5 to 1e-4 in float32, by 0.25 to 0.4 in
 # bfloat16; what is wrong moves them by whole nats, so the room above is for larger models.
 TOLERANCE = {"float32": 1e-3, "float16": 0.2, "bfloat16": 1.0}
-LIKELY = -10.0
-PADDING = 5
+PADDING, TAIL = 64, 40  # ids that are hidden; that come behind a part of the prompt
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,17 @@ class Checks:
         # Not `>`, which NaN escapes.
         return {k: v for k, v in each.items() if v is not None and not v <= self.tolerance}
 
+    @classmethod
+    def worst(cls, each: Sequence["Checks"]) -> "Checks":
+        """The largest of each difference; NaN is larger than any."""
+
+        def largest(values: list[float | None]) -> float | None:
+            known = [value for value in values if value is not None]
+            return max(known, key=lambda v: math.inf if math.isnan(v) else v, default=None)
+
+        names = [field.name for field in fields(cls)]
+        return cls(*(largest([getattr(checks, name) for checks in each]) for name in names))
+
     def record(self) -> dict[str, Any]:
         return {**vars(self), "passed": not self.failed}
 
@@ -64,15 +78,20 @@ def check(model: Any, sample: Sample, other: Sample) -> Checks:
     plain = _logprobs(model, ids, size)
 
     def differs(logprobs: Tensor) -> float:
-        return (logprobs - plain).abs()[~(plain <= LIKELY)].max().item()  # also where it is NaN
+        return (plain.exp() * (logprobs - plain).abs()).sum(-1).max().item()
 
     length = len(sample.prompt)
-    prefix = Prefix.read(model, ids[:, : length - 1])
-    cached = [prefix.logits(ids[:, length - 1 :]).log_softmax(-1)[0] for _ in range(2)]
     beside = (other.prompt + other.answer)[: ids.shape[1]]
     rows = torch.cat([ids, ids.new_tensor([beside + beside[-1:] * (ids.shape[1] - len(beside))])])
+    cached = []
+    for some, part in ((ids, length - 1), (rows, length - 1), (rows, length - 1 - TAIL)):
+        prefix = Prefix.read(model, some[:, :part])
+        with prefix.longer(some[:, part : length - 1]) as longer:
+            logits = [longer.logits(some[:, length - 1 :]) for _ in range(2)]
+        cached += [differs(each[0].log_softmax(-1)) for each in logits]
+    prefix = Prefix.read(model, ids[:, : length - 1])
     return Checks(
-        cached=max(map(differs, cached)),
+        cached=max(cached, key=lambda each: math.inf if math.isnan(each) else each),
         batched=differs(_logprobs(model, rows, size)),
         padded=_padded(model, ids, size, differs),
         generated=_regret(model, prefix, ids[:, :length], size),
@@ -104,6 +123,3 @@ def _logprobs(model: Any, ids: Tensor, size: int, **options: Any) -> Tensor:
     """Log-probabilities `[size, vocabulary]` at the last positions of the first row."""
     logits = model(input_ids=ids, use_cache=False, **options, **kept(model, size)).logits
     return logits[0, -size:].float().log_softmax(-1)
-
-
-__all__ = ["TOLERANCE", "Checks", "NoCache", "check"]

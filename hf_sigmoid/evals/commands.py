@@ -20,7 +20,7 @@ from hf_sigmoid.errors import BadInput
 from hf_sigmoid.evals import report, settings
 from hf_sigmoid.evals.export import save, to_dataset
 from hf_sigmoid.evals.merging import merged
-from hf_sigmoid.evals.plan import build
+from hf_sigmoid.evals.plan import builder_of, haystack
 from hf_sigmoid.evals.run import ChecksFailed, evaluate
 from hf_sigmoid.loading import load
 
@@ -78,7 +78,8 @@ def _report(arguments: Sequence[str]) -> dict[str, Any]:
     out = args.out or args.folders[0]
     output_folder.check(out, "--out")
     summary = merged(args.folders)
-    _show(out, summary, report.write(out, summary))
+    report.write(out, summary)
+    _show(out, summary)
     return summary
 
 
@@ -91,22 +92,22 @@ def _build(arguments: Sequence[str]) -> dict[str, Any]:
     settings.add_arguments(parser, models=False)
     args = parser.parse_args(arguments)
     asked = settings.read(args)
+    if asked.out.exists() and (not asked.out.is_dir() or any(asked.out.iterdir())):
+        raise BadInput(f"--out {asked.out}: expected a new or empty folder")
     tokenizer = load(AutoTokenizer, checkpoint(args.tokenizer))
-    builder, name = build(asked, tokenizer)
+    text = haystack(asked, tokenizer)
+    builder = builder_of(asked, tokenizer, text.content)
     about = {
-        "tokenizer": args.tokenizer, "haystack": name, "seed": asked.grid.seed,
+        "tokenizer": args.tokenizer, "haystack": text.name, "seed": asked.grid.seed,
         "prompt": "chat" if builder.frame else "base", "round_trips": builder.round_trips,
     }  # fmt: skip
-    try:
-        made = to_dataset((s for _, s in asked.grid.each_sample(builder)), tokenizer)
-        save(asked.out, made, about)
-    except ValueError as error:
-        raise BadInput(f"--out: {error}") from None
+    made = to_dataset((s for _, s in asked.grid.each_sample(builder)), tokenizer)
+    save(asked.out, made, about)
     print(f"{len(made)} samples in {asked.out}")
     return about | {"samples": len(made)}
 
 
-def _show(out: Path, summary: dict[str, Any], files: Sequence[Path] = ()) -> None:
+def _show(out: Path, summary: dict[str, Any]) -> None:
     for model in summary["models"]:
         if not model["round_trips"]:
             print(

@@ -4,6 +4,9 @@ A tokenizer treats the beginning of a text in ways of its own: it adds BOS, or a
 that goes into the middle is encoded behind a letter, which is then taken off again.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 
 Offsets = list[tuple[int, int]]  # in characters of the text encoded
@@ -90,15 +93,39 @@ def chat_frame(tokenizer: Any, options: dict[str, Any]) -> tuple[str, str]:
             f"the tokenizer {type(tokenizer).__name__} has no chat template, expected one for "
             "chat prompts: ask for base prompts"
         )
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": _CONTENT}],
-        tokenize=False,
-        add_generation_prompt=True,
-        **options,
-    )
+    with _one_day():
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _CONTENT}],
+            tokenize=False,
+            add_generation_prompt=True,
+            **{"date_string": _Day.now().strftime("%d %b %Y")} | options,
+        )
     parts = text.split(_CONTENT)
     if len(parts) != 2:
         raise ValueError(
             f"expected a chat template that gives the user's words once, got {len(parts) - 1} times"
         )
     return parts[0], parts[1]
+
+
+class _Day(datetime):
+    """It is always the same day."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> "_Day":
+        return cls(2025, 1, 1, tzinfo=tz)
+
+
+@contextmanager
+def _one_day() -> Iterator[None]:
+    """Samples are the same on every day, whatever a template writes of the date.
+
+    Templates ask transformers for it, which takes no clock of ours.
+    """
+    from transformers.utils import chat_template_utils
+
+    chat_template_utils.datetime = _Day
+    try:
+        yield
+    finally:
+        chat_template_utils.datetime = datetime

@@ -1,6 +1,6 @@
 """Which samples an evaluation asks, in which order, and which of them a model reads together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,6 +8,8 @@ from hf_sigmoid.errors import BadInput
 from hf_sigmoid.evals.prompts import PromptBuilder
 from hf_sigmoid.evals.samples import Sample
 from hf_sigmoid.evals.specs import Spec
+
+BATCH_TOKENS = 2**15  # of the prompts of a batch, at most
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Grid:
     Args:
         shared: whether the keys of `multikey` tasks are asked for in one haystack, as many as
             fit: N + 1 keys for D depths make ⌊(N + 1) / D⌋ questions at each depth.
+        batch: rows at most; long prompts go by fewer.
     """
 
     specs: tuple[Spec, ...]
@@ -52,10 +55,11 @@ class Grid:
                     count = -(-self.samples // each)
                     units += [Unit(spec, length, None, (), number) for number in range(count)]
                     continue
+                rows = max(1, min(self.batch, BATCH_TOKENS // length))
                 for depth in self.depths if spec.has_depth else (None,):
                     units += [
-                        Unit(spec, length, depth, tuple(range(self.samples)[at : at + self.batch]))
-                        for at in range(0, self.samples, self.batch)
+                        Unit(spec, length, depth, tuple(range(self.samples)[at : at + rows]))
+                        for at in range(0, self.samples, rows)
                     ]
         return units
 
@@ -94,8 +98,3 @@ class Grid:
         for unit in self.units:
             for sample in self.build(builder, unit):
                 yield unit, sample
-
-
-def share(units: Sequence[Unit], rank: int, world: int) -> list[Unit]:
-    """The part of one process: every world-th, so that long and short units are mixed."""
-    return list(units[rank::world])

@@ -28,7 +28,7 @@ class Haystack:
         tokenizer: a fast tokenizer, since places in the text come from its offsets.
 
     Raises:
-        ValueError: an empty text, one without sentences, another tokenizer.
+        ValueError: an empty text, one without sentences or with special tokens, another tokenizer.
     """
 
     def __init__(self, text: str, tokenizer: Any):
@@ -43,6 +43,13 @@ class Haystack:
         )
         self._folded = self.text.casefold()
         self.ids: list[int] = encoded["input_ids"]
+        # A text may hold what the tokenizer has no token for, but no marks of its own.
+        marks = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        if found := marks.intersection(self.ids):
+            raise ValueError(
+                f"the haystack holds special tokens ({tokenizer.decode(sorted(found)[:3])}), "
+                "expected a text without them"
+            )
         offsets = encoded["offset_mapping"]
         self.boundaries = _sentence_starts(self.text, offsets)
         self._words = [_begins_word(self.text, start) for start, _ in offsets] + [True]

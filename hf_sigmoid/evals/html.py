@@ -172,7 +172,7 @@ def _panel(panel: Panel) -> str:
     if panel.best:
         layer, head = panel.best
         most = report.percent(panel.cells[layer][head].value)
-        title += f"; most: layer {layer}, head {head} ({most})"
+        title += f"; most: layer {panel.rows[layer]}, head {head} ({most})"
     head = (element("th", escape(text), scope="col") for text in panel.columns)
     rows = (
         element(

@@ -5,8 +5,10 @@ than a chunk's logits exist at once. Loss is −log p of each token but the firs
 """
 
 import hashlib
+import json
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,19 @@ CHUNK = 512  # tokens, whose logits are made together
 FOLDER = "loss"
 
 
-def windows(ids: list[int], length: int, count: int, seed: int) -> list[list[int]]:
+def windows(
+    ids: list[int], length: int, count: int, seed: int, start: Sequence[int] = ()
+) -> list[list[int]]:
     """`count` windows of `length` ids that do not overlap, at random places of a text.
+
+    Args:
+        start: ids that each window begins with, such as BOS; they are of its length.
 
     Raises:
         BadInput: a text that has fewer.
     """
-    available = len(ids) // length
+    own = length - len(start)
+    available = len(ids) // own
     if available < count:
         raise BadInput(
             f"--loss: {count} windows of {length} tokens were asked for, the haystack has "
@@ -36,7 +44,7 @@ def windows(ids: list[int], length: int, count: int, seed: int) -> list[list[int
         )
     rng = random.Random(f"{seed}/loss/{length}")
     chosen = sorted(rng.sample(range(available), count))
-    return [ids[at * length : (at + 1) * length] for at in chosen]
+    return [[*start, *ids[at * own : (at + 1) * own]] for at in chosen]
 
 
 @torch.no_grad()
@@ -64,34 +72,46 @@ def losses(model: Any, ids: list[int]) -> Tensor:
 
 
 class Losses:
-    """The windows' losses of each model in a folder: a file for each, so that a run can go on."""
+    """Losses of windows in a folder, a file for each, so that a run can go on.
 
-    def __init__(self, folder: Path, config: str):
-        self.folder, self.config = folder / FOLDER, config
+    Args:
+        folder: of the run.
+        owner: everything that a loss depends on but the window: model, weights, dtype.
+    """
 
-    def file(self, name: str, number: int) -> Path:
-        """Of a model's window. Names may hold anything, so the folder is named by their hash."""
-        digest = hashlib.sha256(name.encode()).hexdigest()[:12]
-        return self.folder / digest / f"window_{number}.safetensors"
+    def __init__(self, folder: Path, owner: Sequence[str | None]):
+        self.owner = list(owner)
+        # Names may hold anything.
+        self.folder = folder / FOLDER / digest(self.owner)
 
-    def has(self, name: str, number: int) -> bool:
-        return self.file(name, number).exists()
+    def has(self, window: Sequence[int]) -> bool:
+        return self._file(digest(window)).exists()
 
-    def write(self, name: str, number: int, losses: Tensor, weights: str | None) -> None:
+    def write(self, window: Sequence[int], losses: Tensor) -> None:
         """Whole or not at all."""
-        file = self.file(name, number)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        about = {"name": name, "config": self.config, "weights": str(weights)}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self._file(digest(window))
         temporary = file.with_name(f".{file.name}")
-        save_file({"loss": losses}, temporary, metadata=about)
+        save_file({"loss": losses}, temporary, metadata={"owner": json.dumps(self.owner)})
         os.replace(temporary, file)
 
-    def read(self, name: str, count: int) -> Tensor | None:
-        """Losses `[count, L − 1]` of a model, None if a window is missing."""
-        files = [self.file(name, number) for number in range(count)]
-        if not count or not all(file.exists() for file in files):
+    def read(self, digests: Sequence[str]) -> Tensor | None:
+        """Losses `[windows, L − 1]` of windows by their digests; None of none.
+
+        Raises:
+            BadInput: one that is missing or damaged.
+        """
+        if not digests:
             return None
         try:
-            return torch.stack([load_file(file)["loss"] for file in files])
-        except (SafetensorError, KeyError, RuntimeError) as error:
-            raise BadInput(f"{files[0].parent}: damaged losses, delete them: {error}") from error
+            return torch.stack([load_file(self._file(each))["loss"] for each in digests])
+        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+            raise BadInput(f"{self.folder}: missing or damaged losses: {error}") from error
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+
+def digest(value: Sequence) -> str:
+    """Of a window's ids, or of an owner."""
+    return hashlib.sha256(json.dumps(list(value)).encode()).hexdigest()[:16]

@@ -23,12 +23,13 @@ def merged(folders: Sequence[Path]) -> dict[str, Any]:
     first_folder, first = runs[0]
     samples: dict[store.Key, dict[str, Any]] = {}
     models: dict[str, dict[str, Any]] = {}
-    losses = {}
+    losses: dict[str, Any] = {}
+    windows: dict[str, list[str]] = {}
     for folder, held in runs:
         if held["config"] != first["config"]:
             differing = [
                 f"{key} {first[key]!r} and {held[key]!r}"
-                for key in ("seed", "haystack", "dtype", "scores")
+                for key in ("seed", "haystack", "dtype", "device", "scores")
                 if first[key] != held[key]
             ]
             raise BadInput(
@@ -41,12 +42,16 @@ def merged(folders: Sequence[Path]) -> dict[str, Any]:
                 raise BadInput(
                     f"{folder}: {model['name']} has other weights than in another folder"
                 )
-            found = loss.Losses(folder, held["config"]).read(
-                model["loss"]["key"], model["loss"]["windows"]
-            )
-            if found is not None:
-                losses[model["name"]] = found
+            if known["checks"]["passed"] and not model["checks"]["passed"]:
+                models[model["name"]] = known | {"checks": model["checks"]}
+            if model["extrapolates"]:
+                models[model["name"]] = models[model["name"]] | {"extrapolates": True}
+            if model["windows"] and model["name"] not in losses:
+                owner = [model["name"], model["weights"], held["config"]]
+                losses[model["name"]] = loss.Losses(folder, owner).read(model["windows"])
+                windows[model["name"]] = model["windows"]
         for sample in store.read(folder):
             samples.setdefault((sample["name"], sample["key"]), sample)
     about = {key: value for key, value in first.items() if key != "models"}
-    return summarise(list(samples.values()), list(models.values()), about, losses)
+    found = [model | {"windows": windows.get(name, [])} for name, model in models.items()]
+    return summarise(list(samples.values()), found, about, losses)

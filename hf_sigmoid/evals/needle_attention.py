@@ -13,6 +13,7 @@ backend and at any length. Softmax models compute them by transformers' eager fu
 `hf_sigmoid/reference.py`.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -41,33 +42,55 @@ class Observer:
         self.modules = [module for _, module in parameters.attention_modules(model)]
         if not self.modules:
             raise ValueError(f"{type(model).__name__} has no attention module that can be observed")
+        # A composite model has a config for each part.
+        self.configs = list({id(m.config): m.config for m in self.modules}.values())
+
+    @classmethod
+    def of(cls, model: Any) -> "Observer | None":
+        """One, or None with a warning of a model that cannot be observed."""
+        try:
+            return cls(model)
+        except ValueError as error:
+            warnings.warn(f"no attention on the needle: {error}", stacklevel=2)
+            return None
 
     @contextmanager
     def watching(self, samples: Sequence[Sample]) -> Iterator[list[dict[str, Any]]]:
         """Observe one forward, whose rows are the samples' answers behind their prompts.
 
         Yields:
-            A list that is filled on leaving: for each sample the `FIELDS`, each `[layers][heads]`
-            with None for a layer without weights, and `keys`, the mean number that a row has.
+            A list that is filled on leaving: for each sample the `FIELDS`, each `[layers][heads]`,
+            `layers`, the model's numbers of those that gave weights, and `keys`, the mean number
+            that a row has before it (of which a sliding window hides some).
         """
         found: list[dict[str, Any]] = []
         layers: list[dict[str, Tensor] | None] = [None] * len(self.modules)
         spans = [sample.support for sample in samples]
         answers = [len(sample.answer) for sample in samples]
-        own = self.model.config._attn_implementation
         with ExitStack() as stack:
-            if own not in OURS:
-                stack.callback(self.model.set_attn_implementation, own)
-                self.model.set_attn_implementation("eager")
+            for config in self.configs:
+                own = config._attn_implementation_internal
+                if own not in OURS:
+                    stack.callback(setattr, config, "_attn_implementation_internal", own)
+                    config._attn_implementation_internal = "eager"
             for number, module in enumerate(self.modules):
                 note = partial(_note, layers, number, spans, answers, len(samples[0].prompt))
                 stack.callback(module.register_forward_hook(note).remove)
                 stack.callback(delattr, module, ROWS)
                 setattr(module, ROWS, True)
             yield found
+        seen = [number for number, layer in enumerate(layers) if layer is not None]
+        numbers = [getattr(self.modules[number], "layer_idx", number) for number in seen]
         for row, sample in enumerate(samples):
-            found.append({field: _rows(layers, field, row) for field in FIELDS})
-            found[-1]["keys"] = len(sample.prompt) + (len(sample.answer) - 1) / 2
+            found.append(
+                {
+                    field: [_rounded(layers[number][field][row]) for number in seen]
+                    for field in FIELDS
+                }
+            )
+            found[-1] |= {
+                "layers": numbers, "keys": len(sample.prompt) + (len(sample.answer) - 1) / 2,
+            }  # fmt: skip
 
 
 def statistics(weights: Tensor, needle: Tensor, asked: Tensor) -> dict[str, Tensor]:
@@ -121,9 +144,6 @@ def _note(
     layers[number] = {k: v.cpu() for k, v in statistics(weights, needle, asked).items()}
 
 
-def _rows(layers: list[dict[str, Tensor] | None], field: str, row: int) -> list:
-    """Of one sample `[layers][heads]`, with as many digits as mean something."""
-    return [
-        [float(f"{each:.5g}") for each in layer[field][row].tolist()] if layer else None
-        for layer in layers
-    ]
+def _rounded(values: Tensor) -> list[float]:
+    """With as many digits as mean something."""
+    return [float(f"{each:.5g}") for each in values.tolist()]

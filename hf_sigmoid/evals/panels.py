@@ -161,30 +161,32 @@ def needles(summary: Summary) -> dict[tuple[str, int], list[Panel]]:
         high = max(_largest(entry["share"]) for _, entry in found)
         panels = []
         for name, entry in found:
-            panels.append(_needle(f"{name}: share", entry["share"], high))
+            panels.append(_needle(f"{name}: share", entry, "share", high))
             if not report.is_normalised(entry):
-                panels.append(_needle(f"{name}: raw mass", entry["mass"], _largest(entry["mass"])))
+                high_mass = _largest(entry["mass"])
+                panels.append(_needle(f"{name}: raw mass", entry, "mass", high_mass))
         shown[task, length] = panels
     return shown
 
 
-def _largest(grid: list[list[float] | None]) -> float:
+def _largest(grid: list[list[float]]) -> float:
     layer, head = report.strongest(grid)
     return grid[layer][head]
 
 
-def _needle(title: str, grid: list[list[float] | None], high: float) -> Panel:
-    heads = max(len(layer or []) for layer in grid)
+def _needle(title: str, entry: dict[str, Any], field: str, high: float) -> Panel:
+    grid, numbers = entry[field], [str(number) for number in entry["layers"]]
+    heads = max(len(layer) for layer in grid)
     cells = [
         [
-            Cell(value, f"{100 * value:.0f}", "", f"layer {i}, head {j}: {100 * value:.2f}%")
-            for j, value in enumerate(layer or [])
+            Cell(value, f"{100 * value:.0f}", "", f"layer {number}, head {j}: {100 * value:.2f}%")
+            for j, value in enumerate(layer)
         ]
-        + [None] * (heads - len(layer or []))
-        for i, layer in enumerate(grid)
+        + [None] * (heads - len(layer))
+        for number, layer in zip(numbers, grid, strict=True)
     ]
-    labels = [str(i) for i in range(len(grid))], [str(j) for j in range(heads)]
-    return Panel(title, *labels, cells, "share", 0, high, report.strongest(grid))
+    heads_named = [str(j) for j in range(heads)]
+    return Panel(title, numbers, heads_named, cells, "share", 0, high, report.strongest(grid))
 
 
 def losses(summary: Summary) -> list[Chart]:

@@ -93,7 +93,8 @@ def _needle_maps(maps: dict[tuple[str, int], list[Panel]]) -> Any:
         for axis, panel in zip(axes, line, strict=False):
             image = _draw(axis, panel)
             layer, head = panel.best
-            at = f"layer {layer}, head {head}: {report.percent(panel.cells[layer][head].value)}"
+            most = report.percent(panel.cells[layer][head].value)
+            at = f"layer {panel.rows[layer]}, head {head}: {most}"
             axis.set_title(f"{_plain(panel.title, 32)}\nmost: {at}", fontsize=8)
             axis.add_patch(_frame(head, layer))
             bar = figure.colorbar(image, ax=axis, aspect=30, format=lambda x, _: f"{x:.0%}")

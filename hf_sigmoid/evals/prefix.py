@@ -4,8 +4,8 @@
     logits = prefix.logits(ids[:, -1:])           # the prefix is afterwards as it was
     prefix.extend(more)                           # now it is longer
 
-Keys and values are cropped after each continuation. Caches that cannot be cropped exactly (sliding
-windows, recurrent states) are copied before each instead: slower, the same numbers.
+Keys and values are cropped after each continuation. Of caches that cannot be cropped exactly
+(sliding windows, recurrent states) each continuation gets a copy: more memory, the same numbers.
 """
 
 import copy
@@ -15,7 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+# Layers that never write into their tensors: a copy may share them.
+SHARED = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 class NoCache(ValueError):
@@ -46,7 +49,11 @@ class Prefix:
     def after(cls, model: Any, result: Any, ids: Tensor) -> "Prefix":
         """What the forward of ids `[rows, length]` leaves."""
         cache = getattr(result, "cache", None)
-        if not isinstance(cache, Cache) or cache.get_seq_length() != ids.shape[1]:
+        try:
+            holds = isinstance(cache, Cache) and cache.get_seq_length() == ids.shape[1]
+        except (ValueError, NotImplementedError):
+            holds = False  # a model of recurrent states alone
+        if not holds:
             raise NoCache(f"{type(model).__name__} keeps no cache that a continuation can use")
         return cls(model, cache, ids.shape[1], ids.numel())
 
@@ -65,7 +72,7 @@ class Prefix:
     def borrowed(self) -> Iterator[Cache]:
         """The cache, for whatever makes it longer; then it is cropped to what it was."""
         if not self._can_crop:
-            yield copy.deepcopy(self.cache)
+            yield _copied(self.cache)
             return
         try:
             yield self.cache
@@ -86,6 +93,16 @@ class Prefix:
         self.tokens += ids.numel()
         options |= kept(self.model, keep)
         return self.model(input_ids=ids, cache=cache, use_cache=True, **options).logits[:, -keep:]
+
+
+def _copied(cache: Cache) -> Cache:
+    """A cache that can be made longer without changing this one."""
+    made = copy.copy(cache)
+    made.layers = [
+        copy.copy(layer) if type(layer) in SHARED else copy.deepcopy(layer)
+        for layer in cache.layers
+    ]
+    return made
 
 
 def kept(model: Any, positions: int) -> dict[str, int]:

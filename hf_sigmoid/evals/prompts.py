@@ -41,8 +41,8 @@ class PromptBuilder:
         haystack: any text; the built-in novel by default.
         prompt: `base`, `chat` (the tokenizer's template), or `auto`: chat if there is a template.
         decoys: at most so many wrong answers a sample; a closed set may have fewer.
-        template_options: for the template, such as `{"enable_thinking": False}`. A template that
-            writes the date makes samples of that day: give it a fixed one here.
+        template_options: for the template, such as `{"enable_thinking": False}`.
+        repeat: a haystack too short for a prompt is repeated, as often as the length asks for.
 
     `round_trips` says whether decoding gives the text back. Without it the prompt's ids still
     are what is described here, but encoding their text again may give others: use the ids.
@@ -61,6 +61,7 @@ class PromptBuilder:
         prompt: str = "auto",
         decoys: int = 8,
         template_options: dict[str, Any] | None = None,
+        repeat: bool = False,
     ):
         if prompt not in PROMPTS:
             raise ValueError(f"expected a prompt of {', '.join(PROMPTS)}, got {prompt!r}")
@@ -73,9 +74,10 @@ class PromptBuilder:
         )
         self.frame = chat_frame(tokenizer, template_options or {}) if is_chat else None
         self.round_trips = self.encoder.round_trips(facts.HEAD + self.haystack.text[:4000])
-        self.decoys = decoys
+        self.decoys, self.repeat = decoys, repeat
         self._start = [] if is_chat else self.encoder.special_prefix()
         self._noises: dict[int, Haystack] = {}
+        self._repeated: dict[int, Haystack] = {}
 
     def build(
         self,
@@ -163,7 +165,7 @@ class PromptBuilder:
         room = self._room(head, size, sum(map(len, needles)), about)
         ids, placed, order = hide_at(
             [*asked, *(rng.random() for _ in needles[len(asked) :])],
-            drafts[0].facts, needles, self.haystack,
+            drafts[0].facts, needles, self._text(length),
             exact=0, room=room, offset=len(head), rng=rng, apart=True,
         )  # fmt: skip
         shared, samples = head + ids, []
@@ -194,7 +196,7 @@ class PromptBuilder:
         ids, placed, pivot = hide(
             draft,
             needles,
-            self._noise(about["length"]) if draft.in_noise else self.haystack,
+            self._noise(about["length"]) if draft.in_noise else self._text(about["length"]),
             room=room,
             depth=rng.random() if about["depth"] is None else about["depth"],
             offset=len(head),
@@ -251,6 +253,16 @@ class PromptBuilder:
                 f"beyond that, got {about['length']}"
             )
         return about["length"] - fixed
+
+    def _text(self, length: int) -> Haystack:
+        """The haystack, repeated for prompts of up to the next power of two if it is shorter."""
+        if not self.repeat or length < len(self.haystack.ids) // 2:
+            return self.haystack
+        bits = (length - 1).bit_length()
+        if bits not in self._repeated:
+            times = 2 ** (bits + 1) // len(self.haystack.ids) + 1
+            self._repeated[bits] = Haystack(self.haystack.text * times, self.encoder.tokenizer)
+        return self._repeated[bits]
 
     def _noise(self, length: int) -> Haystack:
         """Repeated sentences, as many as prompts of up to the next power of two need.

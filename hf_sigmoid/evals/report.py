@@ -175,15 +175,15 @@ def only_names(summary: Summary) -> dict[str, str]:
     return {key: short for key, (short, _) in named(summary).items()}
 
 
-def strongest(grid: list[list[float] | None]) -> tuple[int, int] | None:
-    """Layer and head of the largest value, None if no layer has any."""
-    places = [(i, j) for i, layer in enumerate(grid) for j in range(len(layer or []))]
+def strongest(grid: list[list[float]]) -> tuple[int, int] | None:
+    """Row and head of the largest value, None if there is none."""
+    places = [(i, j) for i, layer in enumerate(grid) for j in range(len(layer))]
     return max(places, key=lambda place: grid[place[0]][place[1]], default=None)
 
 
-def heads(grid: list[list[float] | None]) -> list[float]:
-    """The values of all heads of the layers that have weights."""
-    return [value for layer in grid for value in layer or []]
+def heads(grid: list[list[float]]) -> list[float]:
+    """The values of all heads of all layers."""
+    return [value for layer in grid for value in layer]
 
 
 def is_normalised(entry: dict[str, Any]) -> bool:

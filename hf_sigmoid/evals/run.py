@@ -2,38 +2,45 @@
 
 import importlib.metadata
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.evals import loss, report, run_file, store
-from hf_sigmoid.evals.checks import check
+from hf_sigmoid.evals import report, run_file
+from hf_sigmoid.evals.checks import Checks, check
 from hf_sigmoid.evals.grid import Unit
+from hf_sigmoid.evals.loss import Losses, digest, losses
 from hf_sigmoid.evals.needle_attention import Observer
 from hf_sigmoid.evals.plan import Plan, haystack, plans
 from hf_sigmoid.evals.prefix import NoCache
 from hf_sigmoid.evals.samples import Sample
-from hf_sigmoid.evals.scoring import Scorer
+from hf_sigmoid.evals.scoring import NoNumbers, Scorer
 from hf_sigmoid.evals.settings import Settings
-from hf_sigmoid.evals.subjects import Subject
+from hf_sigmoid.evals.store import Store
+from hf_sigmoid.evals.subjects import Subject, attention_names
 from hf_sigmoid.evals.summary import summarise
 from hf_sigmoid.evals.world import World
-from hf_sigmoid.loading import twin
+from hf_sigmoid.run_lock import RunLock
+
+PACKAGES = ("torch", "transformers", "hf-sigmoid")
 
 
 class ChecksFailed(RuntimeError):
-    """A model gives one answer this way and another that way."""
+    """A model gives one answer this way and another that way, or none."""
 
 
 def evaluate(settings: Settings) -> dict[str, Any]:
     """Score every sample that is not scored yet, write the report, return its summary.
 
     Raises:
-        BadInput: before anything is written: a model, text, length or folder that cannot be used.
-        ChecksFailed: a model whose scores cannot be believed.
+        BadInput: a model, text, length or folder that cannot be used: before anything is written,
+            but for a model that turns out to have no cache, or not all of its weights.
+        ChecksFailed: a model whose scores cannot be believed; what was scored before is reported.
     """
     world = World.find()
     subjects = [
@@ -44,97 +51,142 @@ def evaluate(settings: Settings) -> dict[str, Any]:
     subjects = list({subject.name: subject for subject in subjects}.values())
     text = haystack(settings, subjects[0].tokenizer)
     asked = plans(settings, subjects, text.content)
-    config = settings.digest(text.sha256)
-    weights = {subject.name: subject.weights for subject in subjects}
-    kept = store.Store(settings.out, config, weights)
-    order = [(plan.subject.name, key) for plan in asked for key in plan.check(kept, settings)]
-    run = _Run(settings, world, kept, config, {"haystack": text.name})
-    known = run_file.read(settings.out)
-    world.wait()  # nobody writes before all have read
-    if world.is_first and kept.has_parts:
-        kept.merge(order)
-    world.wait()  # nor before what earlier processes wrote is safe
-    total = len(order) + settings.loss * len(asked)
-    with tqdm(total=total, unit="sample", disable=not world.is_first) as bar:
-        for plan in asked:
-            run.ask(plan, known, bar)
-    kept.close()
+    with _alone(settings.out, world):
+        return _Run(settings, world, asked, text).go()
+
+
+@contextmanager
+def _alone(folder: Path, world: World) -> Iterator[None]:
+    """The only run in a folder, which is gone again if nothing was written."""
+    lock = None
+    if world.is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(folder, "--out")
     world.wait()
-    if not world.is_first:
-        world.wait()
-        return {}
-    if world.size > 1:
-        kept = store.Store(settings.out, config, weights)
-        kept.merge(order)
-    summary = summarise(
-        [kept.done[key] for key in order],
-        [model for model in run_file.read(settings.out)["models"] if model["name"] in weights],
-        run.about,
-        {plan.subject.name: run.losses.read(plan.losses, settings.loss) for plan in asked},
-    )
-    report.write(settings.out, summary)
-    world.wait()
-    return summary
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release(remove=True)
+            if not any(folder.iterdir()):
+                folder.rmdir()
 
 
 class _Run:
     """What the processes do: each its part of the units that are missing."""
 
-    def __init__(
-        self, settings: Settings, world: World, kept: store.Store, config: str, about: dict
-    ):
-        self.settings, self.world, self.kept = settings, world, kept
-        self.losses = loss.Losses(settings.out, config)
+    def __init__(self, settings: Settings, world: World, asked: Sequence[Plan], text: Any):
+        self.settings, self.world, self.asked = settings, world, asked
+        self.config = settings.digest(text.sha256)
+        self.weights = {plan.subject.name: plan.subject.weights for plan in asked}
+        self.kept = Store(settings.out, self.config, self.weights)
+        for plan in asked:
+            plan.agree(self.kept)
+        self.known = run_file.read(settings.out)
+        self.versions = {
+            name.replace("-", "_"): importlib.metadata.version(name) for name in PACKAGES
+        }
         self.about = {
-            "config": config, "seed": settings.grid.seed, **about, "dtype": settings.dtype,
-            "scores": list(settings.scores),
-            "versions": {
-                name.replace("-", "_"): importlib.metadata.version(name)
-                for name in ("torch", "transformers", "hf-sigmoid")
-            },
+            "config": self.config, "seed": settings.grid.seed,
+            "haystack": text.name + (", repeated" if settings.repeat_haystack else ""),
+            "dtype": settings.dtype, "device": torch.device(settings.device).type,
+            "scores": list(settings.scores), "versions": self.versions,
         }  # fmt: skip
 
-    def ask(self, plan: Plan, known: dict | None, bar: tqdm) -> None:
+    def go(self) -> dict[str, Any]:
+        """Ask every model; the first process returns the summary, the others {}."""
+        order = [key for plan in self.asked for key in plan.order]
+        self.world.wait()  # nobody writes before all have read
+        if self.world.is_first and self.kept.has_parts:
+            self.kept.merge(order)
+        self.world.wait()  # nor before what earlier processes wrote is safe
+        done: list[Plan] = []
+        total = len(order) + sum(len(plan.windows) for plan in self.asked)
+        try:
+            with tqdm(total=total, unit="sample", disable=not self.world.is_first) as bar:
+                for plan in self.asked:
+                    self._ask(plan, bar)
+                    done.append(plan)
+        except (BadInput, ChecksFailed):
+            if done and self.world.size == 1:
+                self._report(done)
+            raise
+        finally:
+            self.kept.close()
+        self.world.wait()
+        if not self.world.is_first:
+            return {}
+        if self.world.size > 1:
+            self.kept = Store(self.settings.out, self.config, self.weights)
+            self.kept.merge(order)
+        return self._report(self.asked)
+
+    def _report(self, asked: Sequence[Plan]) -> dict[str, Any]:
+        models = {model["name"]: model for model in run_file.read(self.settings.out)["models"]}
+        summary = summarise(
+            [self.kept.done[key] for plan in asked for key in plan.order],
+            [models[plan.subject.name] for plan in asked],
+            self.about,
+            {
+                plan.subject.name: self._losses(plan.subject).read(
+                    models[plan.subject.name]["windows"]
+                )
+                for plan in asked
+            },
+        )
+        report.write(self.settings.out, summary)
+        return summary
+
+    def _losses(self, subject: Subject) -> Losses:
+        return Losses(self.settings.out, [subject.name, subject.weights, self.config])
+
+    def _ask(self, plan: Plan, bar: tqdm) -> None:
         """Score a model's missing samples, read its missing windows."""
-        settings, subject = self.settings, plan.subject
-        units, scored = [], 0
-        for unit in plan.grid.units:
-            keys = [s.key for s in plan.grid.build(plan.builder, unit)]
-            missing = [key for key in keys if (subject.name, key) not in self.kept.done]
-            scored += len(keys) - len(missing)
-            if missing:
-                units.append(unit)
-        unread = [n for n in range(len(plan.windows)) if not self.losses.has(plan.losses, n)]
-        bar.update(scored + len(plan.windows) - len(unread))
-        checks = _checked(known, subject)
+        subject, rank, size = plan.subject, self.world.rank, self.world.size
+        units, written = plan.missing(self.kept), self._losses(subject)
+        unread = [window for window in plan.windows if not written.has(window)]
+        # By their number, since other processes may be writing already.
+        mine = [window for window in plan.windows[rank::size] if not written.has(window)]
+        done = sum(key in self.kept.done for key in plan.order)
+        bar.update(done + len(plan.windows) - len(unread))
+        checks = self._checked(subject)
         if not (units or unread or checks is None):
             self._note(plan, checks)
             return
         bar.set_description(subject.name[-30:])
-        dtype = getattr(torch, settings.dtype)
-        model = subject.load(dtype, self.world.device(settings.device))
+        dtype = getattr(torch, self.settings.dtype)
+        model = subject.load(dtype, self.world.device(self.settings.device))
         try:
             if checks is None or units:
                 checks = self._check(model, plan)
             self._note(plan, checks)
-            self._score(model, plan, units[self.world.rank :: self.world.size], bar)
-            for number in unread[self.world.rank :: self.world.size]:
-                found = loss.losses(model, plan.windows[number])
-                self.losses.write(plan.losses, number, found, subject.weights)
+            self._score(model, plan, units[rank::size], bar)
+            for window in mine:
+                found = losses(model, window)
+                if not found.isfinite().all():
+                    raise NoNumbers("a loss is not a number")
+                written.write(window, found)
                 bar.update()
         except NoCache as error:
             raise BadInput(f"{subject.name}: {error}: it cannot be evaluated") from None
+        except NoNumbers as error:
+            raise ChecksFailed(f"{subject.name}: {error}") from None
 
     def _check(self, model: Any, plan: Plan) -> dict[str, Any]:
-        """Of the first cell's sample, beside another."""
+        """At the shortest and the longest prompts of the first task, each beside another."""
         grid = plan.grid
-        spec, length = grid.specs[0], grid.lengths[0]
-        depth = grid.depths[len(grid.depths) // 2] if spec.has_depth else None
-        probe, other = (
-            plan.builder.build(spec, length=length, depth=depth, seed=grid.seed, index=index)
-            for index in range(2)
-        )
-        checks = check(model, probe, other)
+        spec, depth = grid.specs[0], grid.depths[len(grid.depths) // 2]
+        found = []
+        for length in dict.fromkeys([grid.lengths[0], grid.lengths[-1]]):
+            probe, other = (
+                plan.builder.build(
+                    spec, length=length, depth=depth if spec.has_depth else None,
+                    seed=grid.seed, index=index,
+                )
+                for index in range(2)
+            )  # fmt: skip
+            found.append(check(model, probe, other))
+        checks = Checks.worst(found)
         if any(map(math.isnan, checks.failed.values())):
             raise ChecksFailed(f"{plan.subject.name}: its log-probabilities are not numbers")
         if checks.failed and self.settings.checks == "stop":
@@ -146,26 +198,25 @@ class _Run:
             )
         return checks.record()
 
-    def _note(self, plan: Plan, checks: dict[str, Any]) -> None:
+    def _note(self, plan: Plan, checks: dict[str, Any] | None) -> None:
         """The model in run.json."""
         if not self.world.is_first:
             return
         subject = plan.subject
         model = {
-            "name": subject.name, "model": subject.path,
-            "attn": subject.attn or _own_attention(subject), "weights": subject.weights,
-            "rope": subject.rope, "positions": subject.positions,
+            "name": subject.name, "model": subject.path, "attn": subject.runs,
+            "weights": subject.weights, "rope": subject.rope, "positions": subject.positions,
             "extrapolates": bool(subject.positions and plan.longest > subject.positions),
             "prompt": "chat" if plan.builder.frame else "base",
             "round_trips": plan.builder.round_trips, "checks": checks,
-            "loss": {"key": plan.losses, "windows": len(plan.windows)},
+            "windows": [digest(window) for window in plan.windows],
         }  # fmt: skip
         run_file.write(self.settings.out, self.about, [model])
 
     def _score(self, model: Any, plan: Plan, units: Sequence[Unit], bar: tqdm) -> None:
         subject, settings = plan.subject, self.settings
         scorer = Scorer(model, subject.tokenizer, settings.scores)
-        observer = Observer(model) if settings.attention else None
+        observer = Observer.of(model) if settings.attention else None
         part = self.world.rank if self.world.size > 1 else None
         for unit in units:
             samples = plan.grid.build(plan.builder, unit)
@@ -176,33 +227,27 @@ class _Run:
                 if not seen:
                     result.pop("attention", None)
                 lines.append(self._line(subject, model, sample, result))
-            new = sum((subject.name, line["key"]) not in self.kept.done for line in lines)
-            self.kept.append(lines, part=part)
-            bar.update(new)
+            bar.update(self.kept.append(lines, part=part))
 
     def _line(self, subject: Subject, model: Any, sample: Sample, result: dict) -> dict[str, Any]:
         judged = result.get("teacher") or result["generate"]
         return {
             "name": subject.name,
             "model": subject.path,
-            "attn": model.config._attn_implementation,
+            "attn": attention_names(model),
             "weights": subject.weights,
             "rope": subject.rope,
-            "config": self.kept.config,
+            "config": self.config,
+            "versions": self.versions,
             **sample.record(),
             "correct": judged["correct"],
             "logprob": judged.get("logprob"),
             **result,
         }
 
-
-def _own_attention(subject: Subject) -> str:
-    return twin(subject.source, subject.attn).config._attn_implementation
-
-
-def _checked(known: dict | None, subject: Subject) -> dict[str, Any] | None:
-    """What an earlier run in the folder found of these weights."""
-    for model in (known or {"models": []})["models"]:
-        if model["name"] == subject.name and model["weights"] == subject.weights:
-            return model["checks"]
-    return None
+    def _checked(self, subject: Subject) -> dict[str, Any] | None:
+        """What an earlier run in the folder found of these weights."""
+        for model in (self.known or {"models": []})["models"]:
+            if model["name"] == subject.name and model["weights"] == subject.weights:
+                return model["checks"]
+        return None

@@ -24,9 +24,9 @@ class Needle:
 class Sample:
     """A prompt of exactly `length` ids; the answer comes behind them and is not counted.
 
-    `answer` is all of the answer's ids, `parts` where each thing asked for stands in it, so that
-    commas and an `and` need not count. `decoys` are wrong answers of the same kind: none begins
-    another, or the answer, so that every one is told apart by its ids.
+    `answer` is all of the answer's ids, `parts` where each thing asked for stands in it. `decoys`
+    are wrong answers of the same kind: none begins another, or the answer, so that every one is
+    told apart by its ids.
     """
 
     task: str

@@ -30,6 +30,10 @@ SCORES = ("teacher", "generate")
 BEYOND = 16  # tokens that may be generated beyond the answer's, for words around it
 
 
+class NoNumbers(ArithmeticError):
+    """What the model gives is NaN or infinite."""
+
+
 @dataclass
 class Scorer:
     """Scores samples with one model, which is in evaluation mode.
@@ -55,6 +59,7 @@ class Scorer:
 
         Raises:
             NoCache: the model cannot go on from a prompt.
+            NoNumbers: its logits are not finite.
         """
         if samples[0].shared:
             return self._questions(samples, observer)
@@ -109,6 +114,8 @@ class Scorer:
             judged = self._judge(prefix, samples, decoys)
             for row, sample in enumerate(samples):
                 above[row] += number < len(sample.decoys) and judged[row][1] > own[row][1]
+        if not all(math.isfinite(total) for _, total in own):
+            raise NoNumbers("the log-probability of an answer is not a number")
         return [
             {
                 "correct": right,

@@ -171,8 +171,8 @@ def _compared(summary: Summary) -> Section:
 
 
 def _share_haystacks(summary: Summary) -> bool:
-    cells = [cell for model in summary["models"] for cell in model["cells"]]
-    return any(cell["n"] > cell["haystacks"] for cell in cells)
+    pooled = [cell for model in summary["models"] for cell in model["lengths"]]
+    return any(cell["n"] > cell["haystacks"] for cell in pooled)
 
 
 def _loss(summary: Summary) -> Section:
@@ -250,12 +250,13 @@ def _attention(summary: Summary) -> Section:
 
 def _head(entry: dict[str, Any]) -> tuple[str, ...]:
     layer, head = report.strongest(entry["share"])
+    number = entry["layers"][layer]
     spread = median(report.heads(entry["n_eff"]))
     return (
         report.whole(entry["length"]),
         report.whole(entry["n"]),
         report.whole(entry["keys"]),
-        f"layer {layer}, head {head}",
+        f"layer {number}, head {head}",
         report.percent(entry["share"][layer][head]),
         f"{entry['mass'][layer][head]:.3g}",
         f"{entry['total'][layer][head]:.3g}",

@@ -84,15 +84,18 @@ class Store:
                 "files changed: choose another folder"
             )
 
-    def append(self, samples: Iterable[dict[str, Any]], *, part: int | None = None) -> None:
+    def append(self, samples: Iterable[dict[str, Any]], *, part: int | None = None) -> int:
         """Write those that are not there yet, and have them on disk before returning.
 
         Args:
             part: the rank of this process, if there are several.
+
+        Returns:
+            How many those are.
         """
         new = [sample for sample in samples if _key(sample) not in self.done]
         if not new:
-            return
+            return 0
         if self._stream is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             name = FILE if part is None else PARTS.replace("*", str(part))
@@ -104,6 +107,7 @@ class Store:
             self._stream.write(_line(sample))
         self._stream.flush()
         os.fsync(self._stream.fileno())
+        return len(new)
 
     def close(self) -> None:
         if self._stream is not None:

@@ -1,17 +1,21 @@
 """The models of an evaluation: which weights, which attention function, how many positions."""
 
 import hashlib
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer
 
 from hf_sigmoid.conversions.embedded import checkpoint
 from hf_sigmoid.conversions.rope import Change, change_rope, check_rope
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.loading import check_weights, load, load_model, max_positions, twin
+from hf_sigmoid.parameters import HOLDER, attention_modules
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,12 @@ class Subject:
     source: str
     attn: str | None
     rope: str | None
-    weights: str | None  # a hash of config and weights; None of a hub id, taken at its word
+    weights: str  # a hash of config and weights; a hub id's revision
     positions: int | None  # the model was made for, after the RoPE change
+    learned_positions: bool  # a vector for each: there are no others
+    rope_switch: int | None  # positions at which its RoPE takes other frequencies
+    rope_is_dynamic: bool  # and others again with every token
+    runs: str  # the attention functions of its layers
     tokenizer: Any
 
     @classmethod
@@ -56,32 +64,81 @@ class Subject:
         check_weights(source)
         positions = max_positions(source)
         if rope:
-            positions = _rope(model, rope).positions(model.config)
-        tokenizer = load(AutoTokenizer, source)
-        return cls(name, path, source, attn, rope, _digest(source), positions, tokenizer)
+            positions = _change(model, rope).positions(model.config)
+        kind, switch = _rope_switch(model.config)
+        return cls(
+            name, path, source, attn, rope, _digest(source), positions, _learns_positions(model),
+            switch, kind == "dynamic", attention_names(model), load(AutoTokenizer, source),
+        )  # fmt: skip
 
     def load(self, dtype: torch.dtype, device: str) -> Any:
-        """The model, ready to be asked."""
-        model = load_model(self.source, dtype=dtype, attn=self.attn)
+        """The model, ready to be asked.
+
+        Raises:
+            BadInput: weights that are missing, which would be random.
+        """
+        model, found = load_model(
+            self.source, dtype=dtype, attn=self.attn, output_loading_info=True
+        )
+        # Row numbers of a softmax checkpoint that is run as ours begin where they are defined to.
+        lost = [key for key in found["missing_keys"] if f".{HOLDER}." not in key]
+        if lost or found["mismatched_keys"]:
+            raise BadInput(
+                f"model {self.path}: expected all weights, its files lack "
+                f"{', '.join(map(str, [*lost, *found['mismatched_keys']][:3]))}"
+            )
         if self.rope:
-            change_rope(model, self.rope)
+            change_rope(model, _change(model, self.rope))
         return model.to(device).eval()
 
 
-def _rope(model: Any, rope: str) -> Change:
+def attention_names(model: Any) -> str:
+    """The attention functions of a model's layers: `ssmax`, `sdpa+sigmoid` of a composite one."""
+    modules = [module for _, module in attention_modules(model)] or [model]
+    return "+".join(sorted({str(module.config._attn_implementation) for module in modules}))
+
+
+def _change(model: Any, rope: str) -> Change:
+    """What a change of RoPE means for this model: YaRN sharpens logits unless SSMax does."""
     try:
-        return check_rope(model, rope, "ssmax")
+        change = check_rope(model, rope, "ssmax")
     except ValueError as error:
         raise BadInput(str(error)) from None
+    return change if attention_names(model) == "ssmax" else replace(change, attention_factor=None)
 
 
-def _digest(source: str) -> str | None:
-    """Of every byte of a folder's configuration and weights."""
+def _learns_positions(model: Any) -> bool:
+    return any(
+        isinstance(module, nn.Embedding) and re.search(r"wpe|position", name)
+        for name, module in model.named_modules()
+    )
+
+
+def _rope_switch(config: Any) -> tuple[str | None, int | None]:
+    """The kind of a RoPE whose frequencies depend on the length, and from where on they do."""
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if (kind := each.get("rope_type")) in ("longrope", "dynamic"):
+            before = each.get("original_max_position_embeddings")
+            return kind, before or config.max_position_embeddings
+    return None, None
+
+
+def _digest(source: str) -> str:
+    """Of every byte of a folder's configuration and weights; the hub's revision."""
     folder = Path(source)
     if not folder.is_dir():
-        return None
+        return str(getattr(load(AutoConfig, source), "_commit_hash", None))
+    files = sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")])
+    return _files_digest(tuple((file, file.stat().st_mtime_ns) for file in files))
+
+
+@cache
+def _files_digest(files: tuple[tuple[Path, int], ...]) -> str:
+    """Once for all attention functions; a file that was written since is read again."""
     digest = hashlib.sha256()
-    for file in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+    for file, _ in files:
         digest.update(file.name.encode())
         with file.open("rb") as stream:
             while chunk := stream.read(1 << 20):

@@ -1,8 +1,8 @@
 """From scored samples to the numbers of a report: cells, margins, pairs, costs, attention, loss.
 
-A cell's interval is exact; a margin's pools the depths, and takes samples for independent, which
-questions of one haystack are not quite: `haystacks` says how many there are. Pairs compare answers
-to the same samples, against the first model.
+Intervals are exact for independent samples, which questions of one haystack are not quite:
+`haystacks` says how many there are. Pairs compare answers to the same prompts, against the first
+model.
 """
 
 import math
@@ -36,7 +36,7 @@ def summarise(
         samples: of all models, lines of samples.jsonl.
         models: as run.json describes them; the first is what the others are compared to.
         about: of the run: configuration, seed, haystack, …
-        losses: by model's name, `[windows, positions]` of the same windows, or None.
+        losses: by model's name, `[windows, positions]`, or None.
     """
     by_model = {
         model["name"]: [sample for sample in samples if sample["name"] == model["name"]]
@@ -45,6 +45,7 @@ def summarise(
     models = [model for model in models if by_model[model["name"]]]
     names = [model["name"] for model in models]
     seed = about["seed"]
+    shortest = _shortest(by_model.values())
     return {
         **about,
         "tasks": _distinct(samples, "task"),
@@ -52,10 +53,10 @@ def summarise(
         "depths": sorted(each for each in _distinct(samples, "depth") if each is not None),
         "models": [
             {
-                **{key: value for key, value in model.items() if key != "loss"},
+                **{key: value for key, value in model.items() if key != "windows"},
                 "cells": _grouped(by_model[model["name"]], ("task", "length", "depth")),
                 "lengths": (pooled := _grouped(by_model[model["name"]], ("task", "length"))),
-                "effective": _effective(pooled),
+                "effective": _effective(pooled, shortest),
                 "tokens": _tokens(by_model[model["name"]]),
                 "attention": _attention(by_model[model["name"]]),
                 "loss": _bands(losses.get(model["name"]), seed),
@@ -118,11 +119,29 @@ def _pooled(samples: Sequence[Sampled]) -> dict[str, Any]:
     }
 
 
-def _effective(pooled: Sequence[dict[str, Any]]) -> dict[str, int | None]:
+def _shortest(each: Iterable[Sequence[Sampled]]) -> dict[str, int | None]:
+    """By task the length that all models are held to: the shortest that every one was asked at."""
+    lengths: dict[str, list[set[int]]] = {}
+    for samples in each:
+        for task in _distinct(samples, "task"):
+            mine = {sample["length"] for sample in samples if sample["task"] == task}
+            lengths.setdefault(task, []).append(mine)
+    return {task: min(set.intersection(*found), default=None) for task, found in lengths.items()}
+
+
+def _effective(
+    pooled: Sequence[dict[str, Any]], shortest: dict[str, int | None]
+) -> dict[str, int | None]:
+    """None where nothing is longer than what it would be held to."""
     counts: dict[str, dict[int, tuple[int, int]]] = {}
     for cell in pooled:
         counts.setdefault(cell["task"], {})[cell["length"]] = (cell["correct"], cell["n"])
-    return {task: effective_length(each) for task, each in counts.items()}
+    found = {}
+    for task, each in counts.items():
+        base = shortest[task]
+        longer = {length: count for length, count in each.items() if base and length >= base}
+        found[task] = effective_length(longer) if len(longer) > 1 else None
+    return found
 
 
 def _tokens(samples: Sequence[Sampled]) -> list[dict[str, Any]]:
@@ -143,21 +162,16 @@ def _attention(samples: Sequence[Sampled]) -> list[dict[str, Any]]:
     found = []
     for (task, length), group in _groups(watched, ("task", "length")).items():
         seen = [sample["attention"] for sample in group]
-        layers = range(len(seen[0]["mass"]))
         means = {
             field: [
-                None
-                if any(each[field][layer] is None for each in seen)
-                else [
-                    math.fsum(values) / len(seen)
-                    for values in zip(*(each[field][layer] for each in seen), strict=True)
-                ]
-                for layer in layers
+                [math.fsum(values) / len(seen) for values in zip(*layer, strict=True)]
+                for layer in zip(*(each[field] for each in seen), strict=True)
             ]
             for field in FIELDS
         }
         keys = math.fsum(each["keys"] for each in seen) / len(seen)
-        found.append({"task": task, "length": length, "n": len(seen), **means, "keys": keys})
+        about = {"layers": seen[0]["layers"], "keys": keys}
+        found.append({"task": task, "length": length, "n": len(seen), **means, **about})
     return found
 
 
@@ -165,17 +179,22 @@ def _pairs(
     first: str, one: Sequence[Sampled], second: str, other: Sequence[Sampled]
 ) -> list[dict[str, Any]]:
     """McNemar's test by task, at each length and over all, of the samples both were asked."""
-    right = {sample["key"]: sample["correct"] for sample in other}
-    both = [sample for sample in one if sample["key"] in right]
+    # Another tokenizer or template makes another prompt under the same key: no pair.
+    right = {_asked(sample): sample["correct"] for sample in other}
+    both = [sample for sample in one if _asked(sample) in right]
     found = []
     for length, by in ((None, ("task",)), (True, ("task", "length"))):
         for key, group in _groups(both, by).items():
             paired = mcnemar(
-                [sample["correct"] for sample in group], [right[s["key"]] for s in group]
+                [sample["correct"] for sample in group], [right[_asked(s)] for s in group]
             )
             about = {"task": key[0], "length": key[1] if length else None}
             found.append({"first": first, "second": second, **about, **vars(paired)})
     return found
+
+
+def _asked(sample: Sampled) -> tuple[str, str]:
+    return sample["key"], sample["prompt_sha256"]
 
 
 def _bands(losses: Any, seed: int) -> list[dict[str, Any]]:
@@ -191,11 +210,11 @@ def _loss_pair(
 ) -> dict[str, Any] | None:
     """Second minus first on the same tokens; what short contexts cost and long ones gain.
 
-    Short are the positions that the first model was made for, and long those beyond; of windows
-    that do not go beyond, the first quarter and the second half.
+    None of windows of different tokens. Short are the positions that the first model was made for,
+    and long those beyond; of windows that do not go beyond, the first quarter and the second half.
     """
     one, two = losses.get(first["name"]), losses.get(second["name"])
-    if one is None or two is None or one.shape != two.shape:
+    if one is None or two is None or first["windows"] != second["windows"]:
         return None
     difference = np.asarray(two, dtype=np.float64) - np.asarray(one, dtype=np.float64)
     length, positions = difference.shape[1], first["positions"]

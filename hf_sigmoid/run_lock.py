@@ -3,27 +3,36 @@
 import fcntl
 from pathlib import Path
 
-from errors import BadInput
+from hf_sigmoid.errors import BadInput
 
 
 class RunLock:
     """Held while a process lives, however it ends.
 
+    Args:
+        option: what an error calls the folder.
+
     Raises:
         BadInput: another process writes into the folder; a launcher that was killed leaves one.
     """
 
-    def __init__(self, folder: Path):
-        self._file = (folder / ".lock").open("w")
+    FILE = ".lock"
+
+    def __init__(self, folder: Path, option: str = "output_dir"):
+        self._path = folder / self.FILE
+        self._file = self._path.open("w")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
             raise BadInput(
-                f"output_dir {folder}: another process is training in it, expected none"
+                f"{option} {folder}: another process is writing into it, expected none"
             ) from None
         except OSError:
             pass  # a file system without locks
 
-    def release(self) -> None:
+    def release(self, *, remove: bool = False) -> None:
+        """Let others in; with `remove` without leaving the file that was locked."""
+        if remove:
+            self._path.unlink(missing_ok=True)
         self._file.close()
