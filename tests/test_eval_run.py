@@ -349,9 +349,15 @@ def test_extrapolation_is_asked_for_and_recorded(tiny, tmp_path):
 
 
 def test_reports_of_folders_are_merged(whole, tiny, tmp_path, capsys):
-    argv, out, _ = whole
+    _, out, _ = whole
     for attn in ("sdpa", "sigmoid"):
-        commands.main([*argv, str(tmp_path / attn), "--attn", attn])
+        # As if run apart.
+        shutil.copytree(out, tmp_path / attn)
+        mine = [line for line in content(out) if f"@{attn}" in line]
+        (tmp_path / attn / "samples.jsonl").write_text("".join(mine))
+        held = json.loads((out / "run.json").read_text())
+        held["models"] = [model for model in held["models"] if model["attn"] == attn]
+        (tmp_path / attn / "run.json").write_text(json.dumps(held))
     for command in (["eval", "report"], ["eval", "report", "--out", str(tmp_path / "both")]):
         where = [str(tmp_path / "sdpa"), str(tmp_path / "sigmoid")]
         assert hf_sigmoid_command([*command, *where]) == (0 if "--out" in command else 2)

@@ -3,8 +3,8 @@
 On one sample, probabilities p [answer, vocabulary] of the answer behind its prompt
 
     plain      one forward, no cache, no other row, no mask: what the others are held to
-    cached     the answer behind the prompt's keys and values, of one row and of two, the prompt
-               in one part and in two, twice each: the cache is cropped between
+    cached     the answer behind the prompt's keys and values: of one row, and of two whose prompt
+               is read in two parts; twice each, the cache is cropped between
     batched    beside another sample
     padded     behind ids that the attention mask hides
     generated  the model's own greedy decoding, held to what `plain` finds likeliest
@@ -39,8 +39,8 @@ class Checks:
     """Differences in nats, and how large they may be."""
 
     cached: float
-    batched: float
-    padded: float | None  # None of a model that takes no attention mask
+    batched: float | None  # None: not done
+    padded: float | None  # also of a model that takes no attention mask
     generated: float
     tolerance: float
 
@@ -67,8 +67,11 @@ class Checks:
 
 
 @torch.no_grad()
-def check(model: Any, sample: Sample, other: Sample) -> Checks:
+def check(model: Any, sample: Sample, other: Sample, *, brief: bool = False) -> Checks:
     """Compare the ways on one sample; `other`, of the same length, stands beside it.
+
+    Args:
+        brief: without `batched` and `padded`, which do not depend on the length.
 
     Raises:
         NoCache: the model cannot go on from a prompt.
@@ -84,17 +87,16 @@ def check(model: Any, sample: Sample, other: Sample) -> Checks:
     beside = (other.prompt + other.answer)[: ids.shape[1]]
     rows = torch.cat([ids, ids.new_tensor([beside + beside[-1:] * (ids.shape[1] - len(beside))])])
     cached = []
-    for some, part in ((ids, length - 1), (rows, length - 1), (rows, length - 1 - TAIL)):
+    for some, part in ((rows, length - 1 - TAIL), (ids, length - 1)):
         prefix = Prefix.read(model, some[:, :part])
         with prefix.longer(some[:, part : length - 1]) as longer:
             logits = [longer.logits(some[:, length - 1 :]) for _ in range(2)]
         cached += [differs(each[0].log_softmax(-1)) for each in logits]
-    prefix = Prefix.read(model, ids[:, : length - 1])
     return Checks(
         cached=max(cached, key=lambda each: math.inf if math.isnan(each) else each),
-        batched=differs(_logprobs(model, rows, size)),
-        padded=_padded(model, ids, size, differs),
-        generated=_regret(model, prefix, ids[:, :length], size),
+        batched=None if brief else differs(_logprobs(model, rows, size)),
+        padded=None if brief else _padded(model, ids, size, differs),
+        generated=_regret(model, prefix, ids[:, :length], sample.answer, plain),
         tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
     )
 
@@ -112,10 +114,11 @@ def _padded(model: Any, ids: Tensor, size: int, differs: Any) -> float | None:
     return differs(_logprobs(model, torch.cat([before, ids], 1), size, **options))
 
 
-def _regret(model: Any, prefix: Prefix, prompt: Tensor, size: int) -> float:
+def _regret(model: Any, prefix: Prefix, prompt: Tensor, answer: list[int], plain: Tensor) -> float:
     """By how much a token of greedy decoding falls short of the likeliest one, at most."""
-    new = generated(model, prefix, prompt, size)
-    logprobs = _logprobs(model, torch.cat([prompt, new[:, :-1]], 1), new.shape[1])
+    new, logprobs = generated(model, prefix, prompt, len(answer)), plain
+    if new[0].tolist() != answer:
+        logprobs = _logprobs(model, torch.cat([prompt, new[:, :-1]], 1), new.shape[1])
     return (logprobs.amax(-1) - logprobs.gather(-1, new[0][:, None])[:, 0]).max().item()
 
 

@@ -13,7 +13,6 @@ backend and at any length. Softmax models compute them by transformers' eager fu
 `hf_sigmoid/reference.py`.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -44,15 +43,6 @@ class Observer:
             raise ValueError(f"{type(model).__name__} has no attention module that can be observed")
         # A composite model has a config for each part.
         self.configs = list({id(m.config): m.config for m in self.modules}.values())
-
-    @classmethod
-    def of(cls, model: Any) -> "Observer | None":
-        """One, or None with a warning of a model that cannot be observed."""
-        try:
-            return cls(model)
-        except ValueError as error:
-            warnings.warn(f"no attention on the needle: {error}", stacklevel=2)
-            return None
 
     @contextmanager
     def watching(self, samples: Sequence[Sample]) -> Iterator[list[dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -185,7 +186,7 @@ class _Run:
                 )
                 for index in range(2)
             )  # fmt: skip
-            found.append(check(model, probe, other))
+            found.append(check(model, probe, other, brief=bool(found)))
         checks = Checks.worst(found)
         if any(map(math.isnan, checks.failed.values())):
             raise ChecksFailed(f"{plan.subject.name}: its log-probabilities are not numbers")
@@ -216,7 +217,7 @@ class _Run:
     def _score(self, model: Any, plan: Plan, units: Sequence[Unit], bar: tqdm) -> None:
         subject, settings = plan.subject, self.settings
         scorer = Scorer(model, subject.tokenizer, settings.scores)
-        observer = Observer.of(model) if settings.attention else None
+        observer = self._observer(model, subject) if settings.attention else None
         part = self.world.rank if self.world.size > 1 else None
         for unit in units:
             samples = plan.grid.build(plan.builder, unit)
@@ -228,6 +229,15 @@ class _Run:
                     result.pop("attention", None)
                 lines.append(self._line(subject, model, sample, result))
             bar.update(self.kept.append(lines, part=part))
+
+    def _observer(self, model: Any, subject: Subject) -> Observer | None:
+        """None, and a line of it, of a model that cannot be observed."""
+        try:
+            return Observer(model)
+        except ValueError as error:
+            if self.world.is_first:
+                tqdm.write(f"{subject.name}: no attention on the needle: {error}", sys.stderr)
+            return None
 
     def _line(self, subject: Subject, model: Any, sample: Sample, result: dict) -> dict[str, Any]:
         judged = result.get("teacher") or result["generate"]

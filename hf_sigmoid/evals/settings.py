@@ -34,7 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Two cores, a model of 135M parameters under two functions: minutes. 25 questions of a task
     # and length: with fewer no length could keep 85 %.
     "cpu": {
-        "tasks": ["single", "multikey:4", "multikey:16", "cwe:1x8x2"],
+        "tasks": ["single", "multikey:16", "cwe:1x8x2"],
         "lengths": [512, 1024, 2048],
         "depths": FIVE,
         "samples": 5,
