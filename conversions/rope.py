@@ -105,6 +105,7 @@ def check(config: PreTrainedConfig, function: str) -> None:
 def check_rope(model: PreTrainedModel, given: str, function: str) -> Change:
     """The change that was asked for, ValueError if this model's RoPE cannot be changed so."""
     change = Change.parse(given)
+    _check_first(model)
     check(model.config, function)
     _changed(model, change)
     return change
@@ -117,8 +118,7 @@ def change_rope(model: PreTrainedModel, change: Change | str) -> None:
         ValueError: not a plain RoPE, or one that was changed already.
     """
     change = Change.parse(change) if isinstance(change, str) else change
-    if record := getattr(model.config, RECORD, None):
-        raise ValueError(f"--rope: the RoPE was changed already, by {record['change']}")
+    _check_first(model)
     check(model.config, "ssmax")
     config = _changed(model, change)
     record = {
@@ -128,6 +128,11 @@ def change_rope(model: PreTrainedModel, change: Change | str) -> None:
     }
     _set(model, config.rope_parameters, config.max_position_embeddings)
     setattr(model.config, RECORD, record)
+
+
+def _check_first(model: PreTrainedModel) -> None:
+    if record := getattr(model.config, RECORD, None):
+        raise ValueError(f"--rope: the RoPE was changed already, by {record['change']}")
 
 
 def restore_rope(model: PreTrainedModel) -> bool:

@@ -17,7 +17,7 @@ def load(kind: Any, source: str, **options: Any) -> Any:
     """`kind.from_pretrained`, with its complaints as bad input."""
     try:
         return kind.from_pretrained(source, **options)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise BadInput(f"model {source}: {kind.__name__} cannot load it: {error}") from error
 
 

@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from largest import Largest
 from tiny_models import byte_tokenizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -16,6 +16,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
@@ -26,7 +28,7 @@ from hf_sigmoid.evals import PromptBuilder, Sample, loss
 from hf_sigmoid.evals.checks import check
 from hf_sigmoid.evals.needle_attention import FIELDS, Observer, statistics
 from hf_sigmoid.evals.prefix import NoCache, Prefix
-from hf_sigmoid.evals.scoring import Scorer
+from hf_sigmoid.evals.scoring import NoNumbers, Scorer
 
 TOKENIZER = byte_tokenizer()
 BUILDER = PromptBuilder(TOKENIZER, text.held_out())
@@ -58,6 +60,14 @@ def gpt2(**options):
     """Positions that are added, and no grouped heads."""
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 4096}
     return GPT2LMHeadModel(GPT2Config(**SMALL | sizes | options))
+
+
+def minimax():
+    """States beside the layers of its cache."""
+    torch.manual_seed(0)
+    more = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "block_size": 64}
+    kinds = ["full_attention", "linear_attention"]
+    return MiniMaxForCausalLM(MiniMaxConfig(**SMALL | more, layer_types=kinds)).eval()
 
 
 MODELS = {"llama": llama, "mistral": mistral, "gemma": gemma, "gpt2": gpt2}
@@ -272,15 +282,18 @@ def test_a_backend_that_counts_keys_wrongly_fails_a_check(attn, bug, monkeypatch
     assert found.failed[name] > 5 * found.tolerance and not found.record()["passed"]
 
 
-def test_numbers_that_are_none_fail_a_check():
+def test_logits_that_are_no_numbers_are_not_scored():
     made = model("llama", "sdpa")
     made.model.norm.weight.data.fill_(math.nan)
     assert set(check(made, *samples("single", 720, 2)).failed) >= {"cached", "batched"}
+    for score in ("teacher", "generate"):
+        with pytest.raises(NoNumbers, match=r"not (a number|numbers)"):
+            Scorer(made, TOKENIZER, (score,)).score(samples("single", 720, 1))
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [*MODELS, "minimax"])
 def test_a_borrowed_prefix_is_afterwards_as_it_was(kind):
-    made = model(kind, "sdpa")
+    made = minimax() if kind == "minimax" else model(kind, "sdpa")
     ids = torch.tensor([BUILDER.haystack.ids[:300]])
     with torch.no_grad():
         prefix = Prefix.read(made, ids[:, :200])
@@ -302,25 +315,12 @@ def test_a_model_without_a_cache_is_refused():
         Prefix.read(Forgetful(), torch.zeros(1, 4, dtype=torch.long))
 
 
-class Largest(TorchDispatchMode):
-    """The size of the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for each in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(each, torch.Tensor) and each.untyped_storage().nbytes():
-                self.elements = max(self.elements, each.numel())
-        return made
-
-
 @pytest.mark.parametrize("attn", ["sdpa", "ssmax", "sigmoid"])
 def test_32k_tokens_make_neither_all_logits_nor_a_map(attn):
-    """Two layers of three of SmolLM2's nine heads each, and a small vocabulary."""
+    """A layer of three of SmolLM2's nine heads, a small vocabulary; `memory_32k.py` has all."""
     length, hidden = 32768, 192
     config = LlamaConfig(
-        vocab_size=1024, hidden_size=hidden, intermediate_size=512, num_hidden_layers=2,
+        vocab_size=1024, hidden_size=hidden, intermediate_size=512, num_hidden_layers=1,
         num_attention_heads=3, num_key_value_heads=1, max_position_embeddings=40_000,
     )  # fmt: skip
     made = LlamaForCausalLM(config).eval()

@@ -43,12 +43,11 @@ class Haystack:
         )
         self._folded = self.text.casefold()
         self.ids: list[int] = encoded["input_ids"]
-        # A text may hold what the tokenizer has no token for, but no marks of its own.
-        marks = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-        if found := marks.intersection(self.ids):
+        marks = [str(each) for each in tokenizer.added_tokens_decoder.values() if each.special]
+        if found := [mark for mark in marks if mark in self.text]:
             raise ValueError(
-                f"the haystack holds special tokens ({tokenizer.decode(sorted(found)[:3])}), "
-                "expected a text without them"
+                f"the haystack holds special tokens ({', '.join(found[:3])}), expected a text "
+                "without them"
             )
         offsets = encoded["offset_mapping"]
         self.boundaries = _sentence_starts(self.text, offsets)

@@ -36,6 +36,8 @@ def windows(
         BadInput: a text that has fewer.
     """
     own = length - len(start)
+    if own < 2:
+        raise BadInput(f"--loss-length: expected at least {len(start) + 2}, got {length}")
     available = len(ids) // own
     if available < count:
         raise BadInput(
@@ -86,6 +88,10 @@ class Losses:
 
     def has(self, window: Sequence[int]) -> bool:
         return self._file(digest(window)).exists()
+
+    def known(self, digests: Sequence[str]) -> list[str]:
+        """Those of some windows that have been read."""
+        return [each for each in digests if self._file(each).exists()]
 
     def write(self, window: Sequence[int], losses: Tensor) -> None:
         """Whole or not at all."""

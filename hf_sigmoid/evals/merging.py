@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.evals import loss, run_file, store
+from hf_sigmoid.evals import loss, run_file
+from hf_sigmoid.evals.store import Key, Store
 from hf_sigmoid.evals.summary import summarise
 
 
@@ -21,7 +22,7 @@ def merged(folders: Sequence[Path]) -> dict[str, Any]:
             raise BadInput(f"{folder}: expected a folder of an evaluation, found no run.json in it")
         runs.append((folder, held))
     first_folder, first = runs[0]
-    samples: dict[store.Key, dict[str, Any]] = {}
+    samples: dict[Key, dict[str, Any]] = {}
     models: dict[str, dict[str, Any]] = {}
     losses: dict[str, Any] = {}
     windows: dict[str, list[str]] = {}
@@ -42,16 +43,19 @@ def merged(folders: Sequence[Path]) -> dict[str, Any]:
                 raise BadInput(
                     f"{folder}: {model['name']} has other weights than in another folder"
                 )
-            if known["checks"]["passed"] and not model["checks"]["passed"]:
+            if known["checks"] and known["checks"]["passed"] and not model["checks"]["passed"]:
                 models[model["name"]] = known | {"checks": model["checks"]}
             if model["extrapolates"]:
                 models[model["name"]] = models[model["name"]] | {"extrapolates": True}
             if model["windows"] and model["name"] not in losses:
                 owner = [model["name"], model["weights"], held["config"]]
-                losses[model["name"]] = loss.Losses(folder, owner).read(model["windows"])
-                windows[model["name"]] = model["windows"]
-        for sample in store.read(folder):
-            samples.setdefault((sample["name"], sample["key"]), sample)
+                written = loss.Losses(folder, owner)
+                windows[model["name"]] = written.known(model["windows"])
+                losses[model["name"]] = written.read(windows[model["name"]])
+        for key, sample in Store(folder, held["config"], {}).done.items():
+            samples.setdefault(key, sample)
+    if not samples:
+        raise BadInput(f"{first_folder}: expected samples of an evaluation, found none")
     about = {key: value for key, value in first.items() if key != "models"}
     found = [model | {"windows": windows.get(name, [])} for name, model in models.items()]
     return summarise(list(samples.values()), found, about, losses)

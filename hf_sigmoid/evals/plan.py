@@ -16,6 +16,8 @@ from hf_sigmoid.evals.store import Store
 from hf_sigmoid.evals.subjects import Subject
 from hf_sigmoid.loading import tokenizer_print
 
+DATASET_TOKENS = 2**20  # that are read of a data set, at least
+
 
 def haystack(settings: Settings, tokenizer: Any) -> Any:
     """The text, with its `name`, `content` and `sha256`.
@@ -24,7 +26,9 @@ def haystack(settings: Settings, tokenizer: Any) -> Any:
         BadInput: no such text, or an empty one.
     """
     length = settings.loss_length or max(settings.grid.lengths)
-    tokens = max(4 * max(settings.grid.lengths), 2 * settings.loss * length)
+    needed = max(4 * max(settings.grid.lengths), 2 * settings.loss * length)
+    # In large steps, since more of a data set is another text.
+    tokens = max(DATASET_TOKENS, 1 << (needed - 1).bit_length())
     try:
         return read_haystack(settings.haystack, tokenizer, tokens)
     except ValueError as error:
@@ -132,7 +136,7 @@ class Plan:
                 f"--lengths: the RoPE of {subject.name} changes at {switch} positions, and keys "
                 f"from before would meet queries from behind in a prompt of {length} tokens and "
                 f"its answer: expected at most {switch - (needed - length)} tokens"
-                + ("" if subject.rope_is_dynamic else f", or {switch + TAIL + 2 + length - read}")
+                + ("" if subject.rope_is_dynamic else f", or {switch + 1 + length - read}")
             )
 
     def _windows(self, settings: Settings) -> list[list[int]]:

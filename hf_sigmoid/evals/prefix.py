@@ -34,7 +34,8 @@ class Prefix:
     def __init__(self, model: Any, cache: Cache, length: int, tokens: int):
         self.model, self.cache, self.length, self.tokens = model, cache, length, tokens
         # Exactly this class: what derives from it keeps more than keys and values.
-        self._can_crop = all(type(layer) is DynamicLayer for layer in cache.layers)
+        plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+        self._can_crop = plain and not hasattr(cache, "linear_cache") and cache.is_croppable
 
     @classmethod
     def read(cls, model: Any, ids: Tensor) -> "Prefix":
@@ -98,6 +99,9 @@ class Prefix:
 def _copied(cache: Cache) -> Cache:
     """A cache that can be made longer without changing this one."""
     made = copy.copy(cache)
+    for name, held in vars(cache).items():
+        if isinstance(held, list | dict):
+            setattr(made, name, copy.copy(held))  # of states beside the layers', replaced in it
     made.layers = [
         copy.copy(layer) if type(layer) in SHARED else copy.deepcopy(layer)
         for layer in cache.layers

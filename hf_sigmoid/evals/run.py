@@ -4,7 +4,7 @@ import importlib.metadata
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +58,27 @@ def evaluate(settings: Settings) -> dict[str, Any]:
 
 @contextmanager
 def _alone(folder: Path, world: World) -> Iterator[None]:
-    """The only run in a folder, which is gone again if nothing was written."""
-    lock = None
+    """The only run in a folder, which is gone again if it was made for nothing."""
+    lock, made = None, not folder.exists()
     if world.is_first:
         folder.mkdir(parents=True, exist_ok=True)
         lock = RunLock(folder, "--out")
     world.wait()
     try:
         yield
-    finally:
-        if lock is not None:
-            lock.release(remove=True)
-            if not any(folder.iterdir()):
+    except BaseException:
+        if world.size > 1:
+            raise  # others may be writing: the lock goes when the launcher has ended all
+        _release(lock, folder, made)
+        raise
+    _release(lock, folder, made)
+
+
+def _release(lock: RunLock | None, folder: Path, made: bool) -> None:
+    if lock is not None:
+        lock.release(remove=True)
+        if made and not any(folder.iterdir()):
+            with suppress(OSError):
                 folder.rmdir()
 
 
@@ -108,7 +117,7 @@ class _Run:
                 for plan in self.asked:
                     self._ask(plan, bar)
                     done.append(plan)
-        except (BadInput, ChecksFailed):
+        except Exception:
             if done and self.world.size == 1:
                 self._report(done)
             raise
@@ -123,18 +132,16 @@ class _Run:
         return self._report(self.asked)
 
     def _report(self, asked: Sequence[Plan]) -> dict[str, Any]:
-        models = {model["name"]: model for model in run_file.read(self.settings.out)["models"]}
-        summary = summarise(
-            [self.kept.done[key] for plan in asked for key in plan.order],
-            [models[plan.subject.name] for plan in asked],
-            self.about,
-            {
-                plan.subject.name: self._losses(plan.subject).read(
-                    models[plan.subject.name]["windows"]
-                )
-                for plan in asked
-            },
-        )
+        known = {model["name"]: model for model in run_file.read(self.settings.out)["models"]}
+        models, found = [], {}
+        for plan in asked:
+            name, written = plan.subject.name, self._losses(plan.subject)
+            own = self._about(plan, known[name]["checks"])
+            own["windows"] = written.known(own["windows"])
+            found[name] = written.read(own["windows"])
+            models.append(own)
+        samples = [self.kept.done[key] for plan in asked for key in plan.order]
+        summary = summarise(samples, models, self.about, found)
         report.write(self.settings.out, summary)
         return summary
 
@@ -150,7 +157,7 @@ class _Run:
         mine = [window for window in plan.windows[rank::size] if not written.has(window)]
         done = sum(key in self.kept.done for key in plan.order)
         bar.update(done + len(plan.windows) - len(unread))
-        checks = self._checked(subject)
+        checks = (self._known(subject) or {}).get("checks")
         if not (units or unread or checks is None):
             self._note(plan, checks)
             return
@@ -200,11 +207,20 @@ class _Run:
         return checks.record()
 
     def _note(self, plan: Plan, checks: dict[str, Any] | None) -> None:
-        """The model in run.json."""
+        """The model in run.json, with what earlier runs found of it."""
         if not self.world.is_first:
             return
+        model, known = self._about(plan, checks), self._known(plan.subject)
+        if known:
+            model["extrapolates"] |= known["extrapolates"]
+            model["windows"] = model["windows"] or known["windows"]
+            if known["checks"] and not known["checks"]["passed"]:
+                model["checks"] = known["checks"]
+        run_file.write(self.settings.out, self.about, [model])
+
+    def _about(self, plan: Plan, checks: dict[str, Any] | None) -> dict[str, Any]:
         subject = plan.subject
-        model = {
+        return {
             "name": subject.name, "model": subject.path, "attn": subject.runs,
             "weights": subject.weights, "rope": subject.rope, "positions": subject.positions,
             "extrapolates": bool(subject.positions and plan.longest > subject.positions),
@@ -212,7 +228,6 @@ class _Run:
             "round_trips": plan.builder.round_trips, "checks": checks,
             "windows": [digest(window) for window in plan.windows],
         }  # fmt: skip
-        run_file.write(self.settings.out, self.about, [model])
 
     def _score(self, model: Any, plan: Plan, units: Sequence[Unit], bar: tqdm) -> None:
         subject, settings = plan.subject, self.settings
@@ -255,9 +270,11 @@ class _Run:
             **result,
         }
 
-    def _checked(self, subject: Subject) -> dict[str, Any] | None:
-        """What an earlier run in the folder found of these weights."""
-        for model in (self.known or {"models": []})["models"]:
+    def _known(self, subject: Subject) -> dict[str, Any] | None:
+        """What run.json says of these weights."""
+        if self.known is None or self.known["config"] != self.config:
+            return None
+        for model in self.known["models"]:
             if model["name"] == subject.name and model["weights"] == subject.weights:
-                return model["checks"]
+                return model
         return None

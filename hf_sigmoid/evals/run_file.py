@@ -11,8 +11,11 @@ FILE = "run.json"
 
 
 def write(folder: Path, about: dict[str, Any], models: list[dict[str, Any]]) -> None:
-    """The models of earlier runs in the folder are kept, those of the same name replaced."""
-    known = {model["name"]: model for model in (read(folder) or {"models": []})["models"]}
+    """The models of earlier runs that asked the same are kept, those of the same name replaced."""
+    held = read(folder)
+    if held is None or held["config"] != about["config"]:
+        held = {"models": []}
+    known = {model["name"]: model for model in held["models"]}
     known |= {model["name"]: model for model in models}
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{FILE}"

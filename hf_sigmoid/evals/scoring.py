@@ -114,8 +114,6 @@ class Scorer:
             judged = self._judge(prefix, samples, decoys)
             for row, sample in enumerate(samples):
                 above[row] += number < len(sample.decoys) and judged[row][1] > own[row][1]
-        if not all(math.isfinite(total) for _, total in own):
-            raise NoNumbers("the log-probability of an answer is not a number")
         return [
             {
                 "correct": right,
@@ -135,8 +133,10 @@ class Scorer:
         for row, answer in enumerate(answers):
             ids = torch.tensor(answer, device=logprobs.device)
             mine = logprobs[row, : len(answer)]
-            each = mine.gather(-1, ids[:, None])[:, 0].tolist()
-            judged.append((bool((mine.argmax(-1) == ids).all()), math.fsum(each)))
+            total = math.fsum(mine.gather(-1, ids[:, None])[:, 0].tolist())
+            if not math.isfinite(total):
+                raise NoNumbers("the log-probability of an answer is not a number")
+            judged.append((bool((mine.argmax(-1) == ids).all()), total))
         return judged
 
     def _candidates(self, samples: Sequence[Sample], answers: Sequence[list[int]]) -> Tensor:
@@ -148,6 +148,8 @@ class Scorer:
     def _generate(
         self, prefix: Prefix, samples: Sequence[Sample], prompts: Tensor
     ) -> list[dict[str, Any]]:
+        if prefix.logits(prompts[:, -1:]).isnan().any():
+            raise NoNumbers("the logits behind a prompt are not numbers")
         length = max(len(sample.answer) for sample in samples) + BEYOND
         new = generated(self.model, prefix, prompts, length)
         prefix.tokens += new.numel()

@@ -99,7 +99,7 @@ def _accuracy(summary: Summary) -> Section:
     words = (
         "Pooled over depths, by prompt length in tokens: accuracy, its exact 95% interval, and the "
         "number of questions n. The effective length is the longest whose lower bound is at least "
-        f"{SHARE:.0%} of the accuracy at the shortest length."
+        f"{SHARE:.0%} of the accuracy at the shortest length that all models were asked at."
     )
     if _share_haystacks(summary):
         words += " Questions that share a haystack are alike, so the intervals are too narrow."
@@ -275,8 +275,9 @@ def _checks(summary: Summary) -> Section:
         numbers = (report.small(checks.get(key)) for key in (*CHECKS, "tolerance"))
         rows.append((name, *numbers, result))
     words = (
-        "Largest difference of a log-probability, in nats, between the plain computation and the "
-        "same with a cache, in a batch, with padding, and while generating."
+        "How far an answer's log-probabilities differ between one plain forward and a cache, "
+        "another row, padding: Σ p |Δ log p| in nats, at the worst token; and by how much what "
+        "the model generates falls short of the likeliest."
     )
     return Section(
         "checks",

@@ -7,7 +7,7 @@ grid, under another name first. One process appends to it directly, in that orde
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -148,19 +148,3 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         name in sample and isinstance(sample[name], kind) for name, kind in FIELDS.items()
     )
     return sample if is_ours else None
-
-
-def read(folder: Path) -> Iterator[dict[str, Any]]:
-    """The samples of a folder, as a report reads them.
-
-    Raises:
-        BadInput: no samples.jsonl, or a line that is not a sample.
-    """
-    file = folder / FILE
-    if not file.is_file():
-        raise BadInput(f"{folder}: expected a folder of an evaluation, found no {FILE} in it")
-    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
-        if sample := _parsed(line):
-            yield sample
-        elif line:
-            raise BadInput(f"{file}: line {number} is not a sample, got {line[:60]!r}")

@@ -108,8 +108,12 @@ def _change(model: Any, rope: str) -> Change:
 
 
 def _learns_positions(model: Any) -> bool:
-    return any(
-        isinstance(module, nn.Embedding) and re.search(r"wpe|position", name)
+    """Whether a table has a row for each of the text's positions; OPT's has two more."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions is not None and any(
+        isinstance(module, nn.Embedding)
+        and re.search(r"wpe|position", name)
+        and module.num_embeddings - positions in (0, 1, 2)
         for name, module in model.named_modules()
     )
 
@@ -118,11 +122,15 @@ def _rope_switch(config: Any) -> tuple[str | None, int | None]:
     """The kind of a RoPE whose frequencies depend on the length, and from where on they do."""
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
+    found = []
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if (kind := each.get("rope_type")) in ("longrope", "dynamic"):
-            before = each.get("original_max_position_embeddings")
-            return kind, before or config.max_position_embeddings
-    return None, None
+        switch = config.max_position_embeddings
+        if each.get("rope_type") == "longrope":
+            switch = each.get("original_max_position_embeddings") or switch
+        if each.get("rope_type") in ("longrope", "dynamic"):
+            found.append((switch, each["rope_type"]))
+    switch, kind = min(found, default=(None, None))
+    return kind, switch
 
 
 def _digest(source: str) -> str:
