@@ -417,8 +417,8 @@ def test_more_windows_of_the_loss_are_the_same_ones_for_every_model(short, tiny,
     assert sorted(len(list(each.iterdir())) for each in (tmp_path / "loss").iterdir())[1:] == [5, 5]
 
 
-def test_models_of_two_tokenizers_are_asked_of_their_own_prompts(tiny, tmp_path):
-    words = small_tokenizer("byte-level BPE")
+def test_models_of_two_tokenizers_are_asked_of_their_own_prompts(tiny, tmp_path, capsys):
+    words = small_tokenizer("WordPiece-like")  # which gives no capital back
     words.save_pretrained(tmp_path / "other")
     config = AutoModelForCausalLM.from_pretrained(tiny).config
     config.vocab_size = len(words)
@@ -429,6 +429,8 @@ def test_models_of_two_tokenizers_are_asked_of_their_own_prompts(tiny, tmp_path)
     )  # fmt: skip
     assert [model["lengths"][0]["n"] for model in summary["models"]] == [6, 6]
     assert {json.loads(line)["prompt_tokens"] for line in content(tmp_path / "out")} == {450}
+    assert [model["round_trips"] for model in summary["models"]] == [True, False]
+    assert "other: decoding its prompts does not give the text back" in capsys.readouterr().out
     # Other prompts and other tokens: nothing to pair.
     assert summary["pairs"] == [] and summary["loss_pairs"] == []
 
