@@ -3,7 +3,6 @@
 Every prompt is made before the first model is run, so that all models see the same.
 """
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_sigmoid.conversions.haystack import Haystack, Sample
+from hf_sigmoid.evals.prefix import kept
 
 DEPTHS = (0.0, 0.5, 1.0)
 
@@ -79,10 +79,9 @@ def score_answers(model: Any, samples: Sequence[Sample]) -> list[dict[str, Any]]
             [samples[i].prompt + samples[i].answer[:-1] for i in group], device=model.device
         )
         answers = torch.tensor([samples[i].answer for i in group], device=model.device)
-        options = {}
-        if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            options["logits_to_keep"] = size
-        logits = model(input_ids=ids, use_cache=False, **options).logits[:, -size:].float()
+        logits = (
+            model(input_ids=ids, use_cache=False, **kept(model, size)).logits[:, -size:].float()
+        )
         logprobs = logits.log_softmax(-1).gather(-1, answers[..., None])[..., 0].mean(-1)
         correct = (logits.argmax(-1) == answers).all(-1)
         for i, logprob, right in zip(group, logprobs.tolist(), correct.tolist(), strict=True):

@@ -62,7 +62,12 @@ def check_weights(source: str) -> None:
 
 def max_positions(source: str) -> int | None:
     """The positions a model was made for, or None if it does not say."""
-    return getattr(load(AutoConfig, source).get_text_config(), "max_position_embeddings", None)
+    return positions_of(load(AutoConfig, source))
+
+
+def positions_of(config: Any) -> int | None:
+    """The same, of its config."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def tokenizer_print(tokenizer: Any) -> str:
@@ -80,7 +85,7 @@ def weights_print(source: str) -> str:
     """
     folder = Path(source)
     if not folder.is_dir():
-        return str(getattr(load(AutoConfig, source), "_commit_hash", None))
+        return revision(source)
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
@@ -89,6 +94,11 @@ def weights_print(source: str) -> str:
             stream.seek(max(0, size - (1 << 20)))
             digest.update(stream.read())
     return digest.hexdigest()
+
+
+def revision(source: str) -> str:
+    """Of a hub id, what the hub calls its newest files."""
+    return str(getattr(load(AutoConfig, source), "_commit_hash", None))
 
 
 def from_config(config: Any, attn: str | None, device: torch.device | str) -> Any:

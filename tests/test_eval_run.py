@@ -665,7 +665,7 @@ def test_the_prompts_of_the_presets_fit(preset, kind, tmp_path):
     length = grid.lengths[0] * 3
     for spec in grid.specs:
         shortest = Grid((spec,), (length,), grid.depths, 1, shared=grid.shared)
-        samples = [sample for _, sample in shortest.each_sample(builder)]
+        samples = list(shortest.samples_of(builder))
         assert len(samples) == (len(grid.depths) if spec.has_depth else 1)
         assert {len(sample.prompt) for sample in samples} == {length}
 
@@ -725,12 +725,12 @@ def test_a_grid_asks_for_as_many_samples_as_it_says(tiny):
     builder = PromptBuilder(AutoTokenizer.from_pretrained(tiny), text.held_out())
     for task, samples, haystacks in [("multikey:5", 4, 2), ("multikey:5", 6, 2), ("single", 5, 10)]:
         grid = Grid((parse(task),), (900,), (0.2, 0.8), samples, batch=3)
-        made = [sample for _, sample in grid.each_sample(builder)]
+        made = list(grid.samples_of(builder))
         cells = [(sample.depth, sample.index) for sample in made]
         assert sorted(cells) == [(d, i) for d in (0.2, 0.8) for i in range(samples)]
         assert len({sample.haystack for sample in made}) == haystacks
         alone = Grid((parse(task),), (900,), (0.2, 0.8), samples, shared=False)
-        assert len({sample.haystack for _, sample in alone.each_sample(builder)}) == 2 * samples
+        assert len({sample.haystack for sample in alone.samples_of(builder)}) == 2 * samples
 
 
 @pytest.mark.real

@@ -101,7 +101,7 @@ def _build(arguments: Sequence[str]) -> dict[str, Any]:
         "tokenizer": args.tokenizer, "haystack": text.name, "seed": asked.grid.seed,
         "prompt": "chat" if builder.frame else "base", "round_trips": builder.round_trips,
     }  # fmt: skip
-    made = to_dataset((s for _, s in asked.grid.each_sample(builder)), tokenizer)
+    made = to_dataset(asked.grid.samples_of(builder), tokenizer)
     save(asked.out, made, about)
     print(f"{len(made)} samples in {asked.out}")
     return about | {"samples": len(made)}

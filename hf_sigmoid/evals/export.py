@@ -62,11 +62,10 @@ def save(folder: Path, dataset: "datasets.Dataset", about: dict[str, Any]) -> No
     Raises:
         ValueError: a folder that exists and is not empty.
     """
+    from hf_sigmoid.conversions.checks import check_target  # its package brings torch
+
     folder = Path(os.path.abspath(folder))
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(
-            f"the output must be a new or empty folder, got {folder}, which exists and is not empty"
-        )
+    check_target(folder)
     said = json.dumps(about, indent=2, allow_nan=False) + "\n"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:

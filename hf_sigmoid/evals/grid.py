@@ -93,8 +93,7 @@ class Grid:
         # The last haystack may have more questions than are asked for.
         return [sample for sample in made if sample.index < self.samples]
 
-    def each_sample(self, builder: PromptBuilder) -> Iterator[tuple[Unit, Sample]]:
-        """Every sample with its unit, built one by one."""
+    def samples_of(self, builder: PromptBuilder) -> Iterator[Sample]:
+        """Every sample, built unit by unit."""
         for unit in self.units:
-            for sample in self.build(builder, unit):
-                yield unit, sample
+            yield from self.build(builder, unit)

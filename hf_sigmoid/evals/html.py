@@ -136,13 +136,11 @@ def _heatmaps(summary: Summary) -> str:
     return "".join(
         _figure(
             f"Task {task}",
-            panels,
+            shown,
             "Depth down, prompt tokens across: accuracy and its exact 95% interval."
-            + (
-                " The last panel is the difference in percentage points." if len(panels) > 1 else ""
-            ),
+            + (" The last panel is the difference in percentage points." if len(shown) > 1 else ""),
         )
-        for task, panels in panels.accuracy(summary).items()
+        for task, shown in panels.accuracy(summary).items()
     )
 
 
@@ -150,20 +148,20 @@ def _needles(summary: Summary) -> str:
     return "".join(
         _figure(
             f"Task {task} at {report.whole(length)} tokens",
-            panels,
+            shown,
             "Layers down, heads across. Share: percent of the row's weights that is on the needle. "
             "Raw mass: the sum of these weights, in percent of 1.",
         )
-        for (task, length), panels in panels.needles(summary).items()
+        for (task, length), shown in panels.needles(summary).items()
     )
 
 
-def _figure(title: str, panels: Sequence[Panel], caption: str) -> str:
-    shown = (_scroll(_panel(panel), panel.title) for panel in panels)
+def _figure(title: str, shown: Sequence[Panel], caption: str) -> str:
+    tables = (_scroll(_panel(panel), panel.title) for panel in shown)
     return element("h3", escape(title)) + element(
         "figure",
         element("figcaption", escape(caption)),
-        element("div", *shown, class_="panels"),
+        element("div", *tables, class_="panels"),
     )
 
 

@@ -6,9 +6,8 @@ than a chunk's logits exist at once. Loss is −log p of each token but the firs
 
 import hashlib
 import json
-import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.evals.prefix import Prefix, kept
+from hf_sigmoid.evals.whole_file import write_whole
 
 CHUNK = 512  # tokens, whose logits are made together
 FOLDER = "loss"
@@ -74,7 +74,7 @@ def losses(model: Any, ids: list[int]) -> Tensor:
 
 
 class Losses:
-    """Losses of windows in a folder, a file for each, so that a run can go on.
+    """Losses of windows by their digests, a file for each, so that a run can go on.
 
     Args:
         folder: of the run.
@@ -86,23 +86,20 @@ class Losses:
         # Names may hold anything.
         self.folder = folder / FOLDER / digest(self.owner)
 
-    def has(self, window: Sequence[int]) -> bool:
-        return self._file(digest(window)).exists()
-
-    def known(self, digests: Sequence[str]) -> list[str]:
+    def known(self, digests: Iterable[str]) -> list[str]:
         """Those of some windows that have been read."""
         return [each for each in digests if self._file(each).exists()]
 
-    def write(self, window: Sequence[int], losses: Tensor) -> None:
+    def write(self, window: str, losses: Tensor) -> None:
         """Whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = self._file(digest(window))
-        temporary = file.with_name(f".{file.name}")
-        save_file({"loss": losses}, temporary, metadata={"owner": json.dumps(self.owner)})
-        os.replace(temporary, file)
+        about = {"owner": json.dumps(self.owner)}
+        write_whole(
+            self._file(window), lambda file: save_file({"loss": losses}, file, metadata=about)
+        )
 
     def read(self, digests: Sequence[str]) -> Tensor | None:
-        """Losses `[windows, L − 1]` of windows by their digests; None of none.
+        """Losses `[windows, L − 1]`; None of no windows.
 
         Raises:
             BadInput: one that is missing or damaged.

@@ -25,7 +25,6 @@ from hf_sigmoid import parameters
 from hf_sigmoid.attention import ROWS
 from hf_sigmoid.evals.samples import Sample
 
-OURS = ("sigmoid", "ssmax")
 FIELDS = ("mass", "share", "total", "n_eff", "n_eff_2")
 
 
@@ -60,7 +59,7 @@ class Observer:
         with ExitStack() as stack:
             for config in self.configs:
                 own = config._attn_implementation_internal
-                if own not in OURS:
+                if own not in parameters.FUNCTIONS:
                     stack.callback(setattr, config, "_attn_implementation_internal", own)
                     config._attn_implementation_internal = "eager"
             for number, module in enumerate(self.modules):

@@ -72,7 +72,8 @@ def plans(settings: Settings, subjects: Sequence[Subject], text: str) -> list["P
 class Plan:
     """One model's part of the run.
 
-    `keys` are those of each unit's samples, with their digests; `windows` those of the loss;
+    `keys` are those of each unit's samples, with their digests; `windows` those of the loss, by
+    theirs;
     `longest` is the last position that any of them needs.
     """
 
@@ -85,9 +86,8 @@ class Plan:
             self.keys[unit] = [(sample.key, sample.digest) for sample in samples]
             for sample in samples:
                 self._check_sample(sample, settings)
-        self.windows: list[list[int]] = []
-        if settings.loss:
-            self.windows = self._windows(settings)
+        windows = self._windows(settings) if settings.loss else []
+        self.windows = {loss.digest(window): window for window in windows}
 
     @property
     def order(self) -> list[tuple[str, str]]:

@@ -64,10 +64,10 @@ class Prefix:
         self.length += ids.shape[1]
         return logits
 
-    def logits(self, ids: Tensor, **options: Any) -> Tensor:
+    def logits(self, ids: Tensor) -> Tensor:
         """Logits `[rows, M, vocabulary]` in float32 of ids `[rows, M]` behind the prefix."""
         with self.borrowed() as cache:
-            return self._forward(cache, ids, ids.shape[1], **options).float()
+            return self._forward(cache, ids, ids.shape[1]).float()
 
     @contextmanager
     def borrowed(self) -> Iterator[Cache]:
@@ -90,9 +90,9 @@ class Prefix:
             yield inner
             self.tokens += inner.tokens
 
-    def _forward(self, cache: Cache, ids: Tensor, keep: int, **options: Any) -> Tensor:
+    def _forward(self, cache: Cache, ids: Tensor, keep: int) -> Tensor:
         self.tokens += ids.numel()
-        options |= kept(self.model, keep)
+        options = kept(self.model, keep)
         return self.model(input_ids=ids, cache=cache, use_cache=True, **options).logits[:, -keep:]
 
 

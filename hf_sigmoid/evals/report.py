@@ -13,11 +13,13 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from hf_sigmoid.evals.whole_file import write_whole
 
 Summary = dict[str, Any]
 
@@ -52,7 +54,9 @@ def write(folder: Path, summary: Summary) -> list[Path]:
         pictures = []
         for name, figure in plots.figures(summary):
             # A path without an ending would get one.
-            pictures.append(_replace(folder / name, lambda f, g=figure: g.savefig(f, format="png")))
+            pictures.append(
+                write_whole(folder / name, lambda f, g=figure: g.savefig(f, format="png"))
+            )
     texts = {
         "cells.csv": _csv(summary),
         "summary.json": json.dumps(summary, indent=1) + "\n",
@@ -61,7 +65,7 @@ def write(folder: Path, summary: Summary) -> list[Path]:
     }
     return [
         *(
-            _replace(folder / name, lambda file, text=text: file.write_bytes(text.encode()))
+            write_whole(folder / name, lambda file, text=text: file.write_bytes(text.encode()))
             for name, text in texts.items()
         ),
         *(pictures or []),
@@ -262,13 +266,3 @@ def _csv(summary: Summary) -> str:
                 ]
             )
     return file.getvalue()
-
-
-def _replace(file: Path, write_to: Callable[[Path], Any]) -> Path:
-    temporary = file.with_name("." + file.name)
-    try:
-        write_to(temporary)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return file

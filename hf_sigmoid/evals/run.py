@@ -15,7 +15,7 @@ from hf_sigmoid.errors import BadInput
 from hf_sigmoid.evals import report, run_file
 from hf_sigmoid.evals.checks import Checks, check
 from hf_sigmoid.evals.grid import Unit
-from hf_sigmoid.evals.loss import Losses, digest, losses
+from hf_sigmoid.evals.loss import Losses, losses
 from hf_sigmoid.evals.needle_attention import Observer
 from hf_sigmoid.evals.plan import Plan, haystack, plans
 from hf_sigmoid.evals.prefix import NoCache
@@ -152,9 +152,9 @@ class _Run:
         """Score a model's missing samples, read its missing windows."""
         subject, rank, size = plan.subject, self.world.rank, self.world.size
         units, written = plan.missing(self.kept), self._losses(subject)
-        unread = [window for window in plan.windows if not written.has(window)]
+        unread = plan.windows.keys() - written.known(plan.windows)
         # By their number, since other processes may be writing already.
-        mine = [window for window in plan.windows[rank::size] if not written.has(window)]
+        mine = [window for window in list(plan.windows)[rank::size] if window in unread]
         done = sum(key in self.kept.done for key in plan.order)
         bar.update(done + len(plan.windows) - len(unread))
         checks = (self._known(subject) or {}).get("checks")
@@ -170,7 +170,7 @@ class _Run:
             self._note(plan, checks)
             self._score(model, plan, units[rank::size], bar)
             for window in mine:
-                found = losses(model, window)
+                found = losses(model, plan.windows[window])
                 if not found.isfinite().all():
                     raise NoNumbers("a loss is not a number")
                 written.write(window, found)
@@ -226,7 +226,7 @@ class _Run:
             "extrapolates": bool(subject.positions and plan.longest > subject.positions),
             "prompt": "chat" if plan.builder.frame else "base",
             "round_trips": plan.builder.round_trips, "checks": checks,
-            "windows": [digest(window) for window in plan.windows],
+            "windows": list(plan.windows),
         }  # fmt: skip
 
     def _score(self, model: Any, plan: Plan, units: Sequence[Unit], bar: tqdm) -> None:

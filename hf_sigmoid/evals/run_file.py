@@ -1,11 +1,11 @@
 """run.json: what a folder's samples were asked of, and what the models' checks found."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.evals.whole_file import write_whole
 
 FILE = "run.json"
 
@@ -18,10 +18,8 @@ def write(folder: Path, about: dict[str, Any], models: list[dict[str, Any]]) -> 
     known = {model["name"]: model for model in held["models"]}
     known |= {model["name"]: model for model in models}
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{FILE}"
     text = json.dumps({**about, "models": list(known.values())}, indent=1) + "\n"
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, folder / FILE)
+    write_whole(folder / FILE, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def read(folder: Path) -> dict[str, Any] | None:

@@ -170,7 +170,7 @@ class Scorer:
         return torch.tensor(rows, device=self.model.device)
 
 
-def generated(model: Any, prefix: Prefix | None, prompts: Tensor, length: int) -> Tensor:
+def generated(model: Any, prefix: Prefix, prompts: Tensor, length: int) -> Tensor:
     """New ids `[rows, ≤ length]` of greedy decoding, without any rule of the model's own."""
     end = model.generation_config.eos_token_id
     first = end[0] if isinstance(end, list) else end
@@ -182,11 +182,8 @@ def generated(model: Any, prefix: Prefix | None, prompts: Tensor, length: int) -
     before, model.generation_config = model.generation_config, config
     options = {"attention_mask": torch.ones_like(prompts), "generation_config": config}
     try:
-        if prefix is None:
-            ids = model.generate(prompts, **options)
-        else:
-            with prefix.borrowed() as cache:
-                ids = model.generate(prompts, cache=cache, **options)
+        with prefix.borrowed() as cache:
+            ids = model.generate(prompts, cache=cache, **options)
     finally:
         model.generation_config = before
     return ids[:, prompts.shape[1] :]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.evals.whole_file import write_whole
 
 FILE = "samples.jsonl"
 PARTS = ".samples-*.jsonl"
@@ -118,13 +119,14 @@ class Store:
         """One file of what all processes did: others' samples first, then the grid in its order."""
         last = {key: number for number, key in enumerate(order)}
         keys = sorted(self.done, key=lambda key: last.get(key, -1))  # stable: others as they were
-        file = self.folder / FILE
-        temporary = file.with_name(f".{FILE}")
-        with temporary.open("wb") as stream:
-            stream.writelines(_line(self.done[key]) for key in keys)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
+
+        def write_to(file: Path) -> None:
+            with file.open("wb") as stream:
+                stream.writelines(_line(self.done[key]) for key in keys)
+                stream.flush()
+                os.fsync(stream.fileno())
+
+        file = write_whole(self.folder / FILE, write_to)
         for part in self.folder.glob(PARTS):
             part.unlink()
         self._whole, self.has_parts = file.stat().st_size, False

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from hf_sigmoid.conversions.embedded import checkpoint
 from hf_sigmoid.conversions.rope import Change, change_rope, check_rope
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.loading import check_weights, load, load_model, max_positions, twin
+from hf_sigmoid.loading import check_weights, load, load_model, positions_of, revision, twin
 from hf_sigmoid.parameters import HOLDER, attention_modules
 
 
@@ -62,7 +62,7 @@ class Subject:
         source = checkpoint(path)
         model = twin(source, attn)
         check_weights(source)
-        positions = max_positions(source)
+        positions = positions_of(model.config)
         if rope:
             positions = _change(model, rope).positions(model.config)
         kind, switch = _rope_switch(model.config)
@@ -109,7 +109,7 @@ def _change(model: Any, rope: str) -> Change:
 
 def _learns_positions(model: Any) -> bool:
     """Whether a table has a row for each of the text's positions; OPT's has two more."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = positions_of(model.config)
     return positions is not None and any(
         isinstance(module, nn.Embedding)
         and re.search(r"wpe|position", name)
@@ -137,7 +137,7 @@ def _digest(source: str) -> str:
     """Of every byte of a folder's configuration and weights; the hub's revision."""
     folder = Path(source)
     if not folder.is_dir():
-        return str(getattr(load(AutoConfig, source), "_commit_hash", None))
+        return revision(source)
     files = sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")])
     return _files_digest(tuple((file, file.stat().st_mtime_ns) for file in files))
 

@@ -183,12 +183,12 @@ def _pairs(
     right = {_asked(sample): sample["correct"] for sample in other}
     both = [sample for sample in one if _asked(sample) in right]
     found = []
-    for length, by in ((None, ("task",)), (True, ("task", "length"))):
+    for by in (("task",), ("task", "length")):
         for key, group in _groups(both, by).items():
             paired = mcnemar(
                 [sample["correct"] for sample in group], [right[_asked(s)] for s in group]
             )
-            about = {"task": key[0], "length": key[1] if length else None}
+            about = {"task": key[0], "length": key[1] if len(key) > 1 else None}
             found.append({"first": first, "second": second, **about, **vars(paired)})
     return found
 
