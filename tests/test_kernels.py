@@ -1,5 +1,6 @@
 """The Triton kernels, in Triton's interpreter, against the reference in float64."""
 
+import itertools
 import math
 import warnings
 
@@ -15,6 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from hf_sigmoid import functional
 from hf_sigmoid.kernels import flash
+from hf_sigmoid.kernels.flash import forward as forward_kernels
 from hf_sigmoid.kernels.flash import tiles as tile_helpers
 from hf_sigmoid.kernels.flash import tuning
 
@@ -26,9 +28,14 @@ FUNCTIONS = pytest.mark.parametrize("function", ["sigmoid", "ssmax"])
 SIZES = {"forward": (16, 32), "dq": (32, 16), "dkdv": (16, 16), "decode": (16, 16)}
 
 
-def tiles(sizes=SIZES, prefetch=True):
+def tiles(sizes=SIZES, delay=True, packed=False, descriptors=False):
     """What stands in for `tuning.tile`: several tiles in each direction at these tests' sizes."""
-    return lambda kernel, *_: tuning.Tile(*sizes[kernel], 4, 1, prefetch)
+
+    def tile(kernel, function, dtype, dim, described=False):
+        options = (delay, packed and dtype.itemsize == 2, delay and descriptors and described)
+        return tuning.Tile(*sizes[kernel], 4, 1, 1, *options)
+
+    return tile
 
 
 @pytest.fixture(autouse=True)
@@ -60,13 +67,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @given(
     oracles.problems(dtypes=DTYPES, longest=50, few_queries=True),
     st.sampled_from([(16, 32), (32, 16), (32, 32)]),
-    st.booleans(),
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
     st.booleans(),
 )
-def test_output_and_gradients_are_as_exact_as_plain_pytorch(problem, size, prefetch, wide):
+def test_output_and_gradients_are_as_exact_as_plain_pytorch(problem, size, options, wide):
     """Few queries take the decode kernel; `--cases N` draws N problems."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "tile", tiles(dict.fromkeys(SIZES, size), prefetch))
+        patch.setattr(tuning, "tile", tiles(dict.fromkeys(SIZES, size), *options))
         if wide:  # as with a tensor whose tiles pass 2^31 elements
             patch.setattr(tile_helpers, "WIDE_OFFSETS", 1)
         oracles.check(problem, "triton")
@@ -274,7 +281,7 @@ def test_causal_costs_half_of_full(monkeypatch, function):
     monkeypatch.setattr(
         InterpreterBuilder, "create_dot", lambda *args: products.append(1) or dot(*args)
     )
-    monkeypatch.setattr(tuning, "tile", tiles(dict.fromkeys(SIZES, (16, 16)), prefetch=False))
+    monkeypatch.setattr(tuning, "tile", tiles(dict.fromkeys(SIZES, (16, 16)), delay=False))
     q, k, v, row, causal = small(H=1, M=144, N=144)
     counts = []
     for intervals in (causal, 0 * causal + torch.tensor([0, 144], dtype=torch.int32)):
@@ -319,8 +326,73 @@ def test_every_device_has_tiles(monkeypatch, arch):
     for kernel in ("forward", "dq", "dkdv", "decode"):
         for function in ("sigmoid", "ssmax"):
             for dtype in DTYPES:
-                for dim in (1, 64, 65, 128, 256):
-                    assert tuning.tile(kernel, function, dtype, dim).num_warps in (4, 8)
+                for dim, described in itertools.product((1, 64, 65, 128, 256), (False, True)):
+                    tile = tuning.tile(kernel, function, dtype, dim, described)
+                    assert tile.num_warps in (4, 8)
+                    assert described or not tile.descriptors
+
+
+def laid_out(shape, layout):
+    """A random tensor of a shape, in memory as models and caches have theirs."""
+    B, G, N, X = shape
+    if layout == "heads last":
+        return torch.randn(B, N, G, X).transpose(1, 2)
+    if layout == "part of a cache":
+        return torch.randn(B, G, N + 9, X)[:, :, 4 : N + 4]
+    if layout == "odd step of one head":
+        return torch.randn(B, N, X).as_strided((B, 1, N, X), (N * X, 7, X, 1)).expand(B, G, N, X)
+    if layout == "expanded":
+        return torch.randn(B, 1, N, X).expand(shape)
+    if layout == "unaligned":
+        return torch.randn(B * G * N * X + 1)[1:].view(shape)
+    if layout == "dims first":
+        return torch.randn(B, G, X, N).transpose(2, 3)
+    return torch.randn(shape)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize(
+    ("layout", "described"),
+    [
+        ("heads first", True),
+        ("heads last", True),
+        ("part of a cache", True),
+        ("odd step of one head", True),
+        ("expanded", False),
+        ("unaligned", False),
+        ("dims first", False),
+    ],
+)
+def test_descriptors_read_what_pointers_read(monkeypatch, function, layout, described):
+    """Of tensors that the copy engine takes; of others the pointers are used."""
+    G = 1 if layout == "odd step of one head" else 2
+    q, _, _, row, intervals = small(B=2, H=4, G=G, M=40, N=70, D=12, V=20)
+    k, v = laid_out((2, G, 70, 12), layout), laid_out((2, G, 70, 20), layout)
+    made = []
+    monkeypatch.setattr(tuning, "tile", tiles(delay=True))
+    expected = call(function, q, k, v, row, intervals)
+    describe = forward_kernels.describe
+    monkeypatch.setattr(
+        forward_kernels, "describe", lambda *args: made.append(args) or describe(*args)
+    )
+    monkeypatch.setattr(tuning, "tile", tiles(delay=True, descriptors=True))
+    found = call(function, q, k, v, row, intervals)
+    assert len(made) == (2 if described else 0)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_delayed_products_are_those_of_the_plain_loop(monkeypatch, function, dtype):
+    """Also of weights that wait packed: they are rounded to the inputs' dtype either way."""
+    problem = small(B=1, H=2, M=40, N=70, D=16, V=16, dtype=dtype)
+    results = []
+    for options in [(False,), (True,), (True, True)]:
+        monkeypatch.setattr(tuning, "tile", tiles(SIZES, *options))
+        results.append(call(function, *problem)[0])
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-6)
 
 
 def test_backward_is_the_same_in_every_run():

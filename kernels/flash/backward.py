@@ -21,6 +21,7 @@ from hf_sigmoid.kernels.flash.tiles import (
     constants,
     distance,
     dot,
+    forgotten,
     head_ptr,
     key_range,
     load_intervals,
@@ -303,6 +304,7 @@ def _backward_dkdv(
 
     if FUNCTION == "ssmax":
         scaling = scaling / (LOG2E * unit(bias, slopes, scaling, HAS_SOFTCAP))
+    cols = forgotten(n, N) + local_n
     store_matrix(head_ptr(dk, b, g), dk, cols, dk_acc * scaling, N, D, BLOCK_D)
     store_matrix(head_ptr(dv, b, g), dv, cols, dv_acc, N, V, BLOCK_V)
 

@@ -78,15 +78,16 @@ def _decode(
         offsets = factors
 
     k_ptr = head_ptr(k, b, g)
-    place = (head_ptr(v, b, g), local_n, b, h[:, None], M, N, scaling, softcap)
+    v_ptr = head_ptr(v, b, g)
+    place = (local_n, b, h[:, None], M, N, scaling, softcap)
     top = tl.full([BLOCK_M], -float("inf"), ACC)
     state = (tl.zeros([BLOCK_M, BLOCK_V], ACC), top, tl.zeros([BLOCK_M], ACC))
     for i in tl.range(0, tl.maximum(stop - start, 0), BLOCK_N):
         n = start + i
         shown = n + local_n < stop
         s = scores(q_tile, k_ptr, k, n, local_n, shown, D, BLOCK_D)
-        state = accumulate(state, s, n, shown, rows, lo, hi, factors, offsets, slope, v, mask, bias,
-                           place, V, BLOCK_V, True, FUNCTION, HAS_SOFTCAP, FORM,
+        state = accumulate(state, s, n, shown, rows, lo, hi, factors, offsets, slope, v_ptr, v,
+                           mask, bias, place, V, BLOCK_V, True, FUNCTION, HAS_SOFTCAP, FORM,
                            tops is not None)  # fmt: skip
 
     acc, top, total = state

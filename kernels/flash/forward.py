@@ -15,8 +15,11 @@ from hf_sigmoid.kernels.flash.tiles import (
     LN2,
     LOG2E,
     constants,
+    describe,
     dot,
+    forgotten,
     head_ptr,
+    is_describable,
     key_range,
     load_intervals,
     load_matrix,
@@ -42,24 +45,34 @@ def scores(q_tile, k_ptr, k, n, local_n, shown, D: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
-def accumulate(
-    state, s, n, shown, rows, lo, hi, factors, offsets, slope, v, mask, bias, place,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, RAGGED: tl.constexpr, FUNCTION: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, STATISTICS: tl.constexpr,
-):  # fmt: skip
-    """Add the tile of keys at n, whose scores are s, to a tile of outputs.
+def load_full(ptr, x, described, b, g, n, local_n, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of keys or values that are all there, by its tensor's descriptor if it has one."""
+    if described is None:
+        return load_matrix(ptr, x, n, local_n, None, SIZE, BLOCK)
+    else:
+        tile = described.load([b, g, n.to(tl.int32), 0])
+        return tl.reshape(tile, [local_n.shape[0], BLOCK])
 
-    The state is the outputs, and by row the largest logit and the sum of weights: of ssmax in base
-    2 and relative to the largest; of sigmoid, where only statistics want them, without the row's
-    number, and in units of `sigmoid_unit`.
+
+@triton.jit
+def weigh(
+    s, largest, total, n, rows, lo, hi, factors, offsets, slope, mask, bias, place,
+    RAGGED: tl.constexpr, FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr,
+    STATISTICS: tl.constexpr,
+):  # fmt: skip
+    """Weights of the tile of keys at n, whose scores are s; `largest` and `total` with it added.
+
+    By row: the largest logit and the sum of weights. Of ssmax in base 2 and relative to the
+    largest, with what takes earlier sums to the new one; of sigmoid, where only statistics want
+    them, without the row's number, and in units of `sigmoid_unit`.
     """
-    acc, largest, total = state
-    v_ptr, local_n, b, h, M, N, scaling, softcap = place
+    local_n, b, h, M, N, scaling, softcap = place
     cols = n + local_n
     z, _ = logits(s, bias, slope, b, h, rows[:, None], cols[None, :], M, N, scaling, softcap,
                   HAS_SOFTCAP)  # fmt: skip
     if RAGGED:
         keep = visible(lo[:, None], hi[:, None], mask, b, h, rows[:, None], cols[None, :], M, N)
+    shrink = largest
     if FUNCTION == "sigmoid":
         p = sigmoid(tl.fma(z, factors[:, None], offsets[:, None]), FORM)
         if RAGGED:
@@ -84,13 +97,25 @@ def accumulate(
             p = tl.exp2(tl.fma(z, factors[:, None], -shift[:, None]))
         shrink = tl.exp2(largest - shift)
         total = tl.fma(total, shrink, tl.sum(p, 1))
-        acc = acc * shrink[:, None]
         largest = top
-    # Values come last: a wait for them before the activation would keep it from running under the
-    # next tile's q·k.
-    p = p.to(v.ptr.dtype.element_ty)
-    v_tile = load_matrix(v_ptr, v, n, local_n, shown, V, BLOCK_V)
-    return dot(p, v_tile, acc), largest, total
+    return p, largest, total, shrink
+
+
+@triton.jit
+def accumulate(
+    state, s, n, shown, rows, lo, hi, factors, offsets, slope, v_ptr, v, mask, bias, place,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, RAGGED: tl.constexpr, FUNCTION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, STATISTICS: tl.constexpr,
+):  # fmt: skip
+    """Add the tile of keys at n, whose scores are s, to a tile of outputs and to `weigh`'s sums."""
+    acc, largest, total = state
+    p, largest, total, shrink = weigh(s, largest, total, n, rows, lo, hi, factors, offsets, slope,
+                                      mask, bias, place, RAGGED, FUNCTION, HAS_SOFTCAP, FORM,
+                                      STATISTICS)  # fmt: skip
+    if FUNCTION == "ssmax":
+        acc = acc * shrink[:, None]
+    v_tile = load_matrix(v_ptr, v, n, place[0], shown, V, BLOCK_V)
+    return dot(p.to(v.ptr.dtype.element_ty), v_tile, acc), largest, total
 
 
 @triton.jit
@@ -112,12 +137,12 @@ def normalize(largest, total, sink):
 
 @triton.jit
 def _forward(
-    q, k, v, row, intervals, mask, bias, slopes, sinks, o, lse, tops, sums,
+    q, k, v, keys, values, row, intervals, mask, bias, slopes, sinks, o, lse, tops, sums,
     M, N, scaling, softcap,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, ACC: tl.constexpr,
-    INDEX: tl.constexpr, PREFETCH: tl.constexpr, RAGGED_STAGES: tl.constexpr,
+    INDEX: tl.constexpr, DELAY: tl.constexpr, PACKED: tl.constexpr, RAGGED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program writes one [BLOCK_M, V] tile of the output of one head."""
     tiles = tl.cdiv(M, BLOCK_M)
@@ -152,39 +177,56 @@ def _forward(
         full_stop = tl.where(tl.min(factors, 0) < 0, full_start, full_stop)
     skipped = full_stop - full_start
 
-    k_ptr = head_ptr(k, b, g)
-    place = (head_ptr(v, b, g), local_n, b, h, M, N, scaling, softcap)
+    k_ptr, v_ptr = head_ptr(k, b, g), head_ptr(v, b, g)
+    place = (local_n, b, h, M, N, scaling, softcap)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], ACC)
     largest = tl.full([BLOCK_M], -float("inf"), ACC)
-    state = (tl.zeros([BLOCK_M, BLOCK_V], ACC), largest, tl.zeros([BLOCK_M], ACC))
+    total = tl.zeros([BLOCK_M], ACC)
     # Tiles that every row sees whole.
     if mask is None:
-        if PREFETCH:
-            # The next tile's q·k is issued before this tile's activation, which runs under it.
-            s = scores(q_tile, k_ptr, k, full_start, local_n, full_start + local_n < N, D, BLOCK_D)
+        if DELAY:
+            # A tile's product with its values is issued after the next tile's scores are there, and
+            # the activation of those runs under it.
+            ELEMENT: tl.constexpr = v.ptr.dtype.element_ty
+            waiting = tl.zeros([BLOCK_M, BLOCK_N], tl.int16 if PACKED else ACC)
             for n in tl.range(full_start, full_stop, BLOCK_N):
                 n += 0 * full_start  # a tensor in the interpreter too
-                ahead = tl.minimum(n + BLOCK_N, full_stop - BLOCK_N)
-                following = scores(q_tile, k_ptr, k, ahead, local_n, None, D, BLOCK_D)
-                state = accumulate(state, s, n, None, rows, lo, hi, factors, offsets, slope, v,
-                                   mask, bias, place, V, BLOCK_V, False, FUNCTION, HAS_SOFTCAP,
-                                   FORM, STATISTICS)  # fmt: skip
-                s = following
+                k_tile = load_full(k_ptr, k, keys, b, g, n, local_n, D, BLOCK_D)
+                s = dot(q_tile, tl.trans(k_tile), None)
+                behind = tl.maximum(n - BLOCK_N, full_start)
+                v_tile = load_full(v_ptr, v, values, b, g, behind, local_n, V, BLOCK_V)
+                acc = dot(waiting.to(ELEMENT, bitcast=PACKED), v_tile, acc)
+                p, largest, total, shrink = weigh(s, largest, total, n, rows, lo, hi, factors,
+                                                  offsets, slope, mask, bias, place, False,
+                                                  FUNCTION, HAS_SOFTCAP, FORM,
+                                                  STATISTICS)  # fmt: skip
+                if FUNCTION == "ssmax":
+                    acc = acc * shrink[:, None]
+                waiting = p.to(ELEMENT).to(tl.int16, bitcast=True) if PACKED else p
+            if full_start < full_stop:
+                v_tile = load_full(v_ptr, v, values, b, g, full_stop - BLOCK_N, local_n, V, BLOCK_V)
+                acc = dot(waiting.to(ELEMENT, bitcast=PACKED), v_tile, acc)
         else:
+            state = acc, largest, total
             for n in tl.range(full_start, full_stop, BLOCK_N):
                 n += 0 * full_start
                 s = scores(q_tile, k_ptr, k, n, local_n, None, D, BLOCK_D)
-                state = accumulate(state, s, n, None, rows, lo, hi, factors, offsets, slope, v,
-                                   mask, bias, place, V, BLOCK_V, False, FUNCTION, HAS_SOFTCAP,
+                state = accumulate(state, s, n, None, rows, lo, hi, factors, offsets, slope, v_ptr,
+                                   v, mask, bias, place, V, BLOCK_V, False, FUNCTION, HAS_SOFTCAP,
                                    FORM, STATISTICS)  # fmt: skip
-    # What is left around them.
+            acc, largest, total = state
+    # What is left around them. Rows and their intervals are computed again, not kept until here.
+    rows = forgotten(tile, M) * BLOCK_M + local_m
+    lo, hi = load_intervals(intervals, b, rows, M, N)
+    state = acc, largest, total
     for i in tl.range(0, stop - start - skipped, BLOCK_N, num_stages=RAGGED_STAGES):
         n = start + i
         n = tl.where(n < full_start, n, n + skipped)
         # Keys that no row sees are not read: unused memory may hold NaN, and 0·NaN is NaN.
         shown = (n + local_n >= first) & (n + local_n < last)
         s = scores(q_tile, k_ptr, k, n, local_n, shown, D, BLOCK_D)
-        state = accumulate(state, s, n, shown, rows, lo, hi, factors, offsets, slope, v, mask, bias,
-                           place, V, BLOCK_V, True, FUNCTION, HAS_SOFTCAP, FORM,
+        state = accumulate(state, s, n, shown, rows, lo, hi, factors, offsets, slope, v_ptr, v,
+                           mask, bias, place, V, BLOCK_V, True, FUNCTION, HAS_SOFTCAP, FORM,
                            STATISTICS)  # fmt: skip
 
     acc, largest, total = state
@@ -227,16 +269,23 @@ def prefill(
     """Fill the four results; the arguments are those of `hf_sigmoid.ops.define`."""
     B, H, M, D = query.shape
     N, V = value.shape[2:]
-    tile = tuning.tile("forward", function, query.dtype, max(D, V))
+    shared = constants(query, key, value, function, softcap, output)
+    described = is_describable(key) and is_describable(value)
+    tile = tuning.tile("forward", function, query.dtype, max(D, V), described)
+    keys = values = None
+    if tile.descriptors:
+        keys = describe(key, [1, 1, tile.block_n, shared["BLOCK_D"]])
+        values = describe(value, [1, 1, tile.block_n, shared["BLOCK_V"]])
     _forward[(triton.cdiv(M, tile.block_m) * B * H,)](
-        strided(query), strided(key), strided(value), strided(row), strided(intervals),
-        strided(mask), strided(logit_bias), strided(alibi_slopes), strided(sinks),
+        strided(query), strided(key), strided(value), keys, values, strided(row),
+        strided(intervals), strided(mask), strided(logit_bias), strided(alibi_slopes),
+        strided(sinks),
         strided(output), strided(log_sum_exp) if function == "ssmax" else None,
         strided(max_logit), strided(weight_sum),
         M, N, scaling, softcap,
-        **constants(query, key, value, function, softcap, output),
+        **shared,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FORM=tuning.form("forward", query.dtype),
-        PREFETCH=tile.prefetch,
+        DELAY=tile.delay, PACKED=tile.packed,
         RAGGED_STAGES=tile.ragged_stages if mask is None else tile.num_stages,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # A tile that reaches so many elements beyond its first takes 64-bit offsets within it.
 WIDE_OFFSETS = 1 << 31
@@ -36,6 +37,29 @@ def strided(tensor: Tensor | None) -> Strided | None:
     return Strided(tensor, tensor.stride())
 
 
+def is_describable(tensor: Tensor) -> bool:
+    """Whether the copy engine of Hopper can read tiles of a [B, G, N, X] tensor.
+
+    It asks for contiguous rows that begin at multiples of 16 bytes, and for no expanded dimension.
+    """
+    step = 16 // tensor.element_size()
+    steps = [s for size, s in zip(tensor.shape, tensor.stride(), strict=True) if size != 1][:-1]
+    return (
+        tensor.numel() > 0
+        and tensor.stride(-1) == 1
+        and tensor.data_ptr() % 16 == 0
+        and all(s > 0 and s % step == 0 for s in steps)
+    )
+
+
+def describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    """A tensor for which `is_describable` holds, as the copy engine sees it; 0 beyond its end."""
+    step = 16 // tensor.element_size()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [step if size == 1 else stride for size, stride in sizes][:-1]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block)
+
+
 def constants(
     query: Tensor, key: Tensor, value: Tensor, function: str, softcap: float, *others: Tensor
 ) -> dict:
@@ -56,6 +80,16 @@ def constants(
         "ACC": tl.float64 if query.dtype == torch.float64 else tl.float32,
         "INDEX": tl.int32 if furthest < WIDE_OFFSETS else tl.int64,
     }
+
+
+@triton.jit
+def forgotten(x, size):
+    """x, not negative, in a way that the compiler does not see (nor that size is not).
+
+    What is computed from it after a loop is computed there, instead of being kept in registers
+    through the loop for having been computed before it.
+    """
+    return tl.maximum(x, -size)
 
 
 @triton.jit

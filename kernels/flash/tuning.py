@@ -22,16 +22,20 @@ class Tile(NamedTuple):
     """How a kernel cuts its work.
 
     Queries and keys of a tile of scores, warps of a program, and stages of its pipelined loop over
-    tiles that need no mask; whether it issues the next tile's q·k before this one's activation;
-    stages of the loop over the few tiles at the edges.
+    tiles that need no mask; stages of the loop over the few tiles at the edges; whether a tile's
+    product with its values is delayed until the next one's activation can run under it, and
+    whether its weights wait for that packed, in the inputs' 16 bits, or in 32; whether full tiles
+    are read by descriptors.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    prefetch: bool = False
     ragged_stages: int = 1
+    delay: bool = False
+    packed: bool = False
+    descriptors: bool = False
 
 
 # By kernel, or by kernel and function, and by the larger head dim, up to and including the key.
@@ -43,30 +47,31 @@ FLOAT = {
     "decode": {64: Tile(16, 64, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 1)},
 }
 # 16 bits, on every GPU that has no table of its own: 99 kB of shared memory (sm_86, 89, 120), and
-# products by mma.sync, whose operands lie in registers beside the accumulators. dkdv of 64 keys
-# computes its scores twice; of 128 keys it spills.
+# products by mma.sync, whose operands lie in registers beside the accumulators. At dim 128 dkdv has
+# 64 queries by 64 keys: with 32 queries it would compute its scores twice, with 128 keys it spills.
 HALF = {
     "forward": {
         64: Tile(128, 64, 8, 2),
-        128: Tile(128, 32, 8, 3, ragged_stages=2),
+        128: Tile(128, 64, 8, 2, ragged_stages=2),
         256: Tile(64, 32, 8, 2),
     },
     "dq": {64: Tile(128, 32, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
-    "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
+    "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
     "decode": {64: Tile(16, 128, 4, 3), 128: Tile(16, 64, 4, 3), 256: Tile(16, 32, 4, 2)},
 }
-AMPERE = HALF | {
-    "dq": HALF["dq"] | {64: Tile(128, 64, 8, 2)},
-    ("dkdv", "sigmoid"): HALF["dkdv"] | {128: Tile(16, 128, 8, 2)},
-}
-# Products are asynchronous: one tile's activation runs under the next one's q·k, at the price of
-# a second tile of scores in registers. At dim 128 the accumulators leave room for half of the keys,
-# and for no pipeline of the ragged tiles.
+AMPERE = HALF | {"dq": HALF["dq"] | {64: Tile(128, 64, 8, 2)}}
+# Products are asynchronous: one tile's activation runs under the product of the last one's weights
+# with its values. Weights that wait in 32 bits cost no instruction, packed ones half of one a score
+# but also half of the registers. At dim 128 a thread's registers hold the addresses of 64 keys, or
+# with the copy engine, which needs none, 128; ssmax's rescaling leaves no room for those either.
 HOPPER = HALF | {
     "forward": HALF["forward"]
-    | {
-        64: Tile(128, 128, 8, 2, prefetch=True, ragged_stages=2),
-        128: Tile(128, 64, 8, 2, prefetch=True),
+    | {64: Tile(128, 128, 8, 2, delay=True), 128: Tile(128, 128, 8, 2, delay=True, packed=True)},
+    ("forward", "ssmax"): HALF["forward"]
+    | {64: Tile(128, 128, 8, 2, delay=True, packed=True), 128: Tile(128, 64, 8, 2, delay=True)},
+    ("forward", "sigmoid", "described"): {
+        64: Tile(128, 128, 8, 2, delay=True),
+        128: Tile(128, 128, 8, 2, delay=True, descriptors=True),
     },
     "dq": HALF["dq"] | {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
     "dkdv": HALF["dkdv"] | {128: Tile(32, 128, 8, 2)},
@@ -75,7 +80,8 @@ HOPPER = HALF | {
 BLACKWELL = HALF | {
     "forward": HALF["forward"] | {64: Tile(128, 128, 8, 2), 128: Tile(128, 128, 8, 2)},
     "dq": HALF["dq"] | {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
-    ("dkdv", "sigmoid"): HALF["dkdv"] | {64: Tile(64, 128, 8, 2)},
+    "dkdv": HALF["dkdv"] | {128: Tile(32, 64, 8, 2)},
+    ("dkdv", "sigmoid"): HALF["dkdv"] | {64: Tile(64, 128, 8, 2), 128: Tile(32, 64, 8, 2)},
 }
 # 64 kB of shared memory, and wavefronts of 64: more than four would compute scores twice.
 CDNA = HALF | {
@@ -97,15 +103,22 @@ LEAST_KEYS_TO_SPLIT = 256
 LEAST_TILES_OF_A_SPLIT = 2
 
 
-def tile(kernel: str, function: str, dtype: torch.dtype, dim: int) -> Tile:
-    """The tile of "forward", "dq", "dkdv" or "decode" for `dtype` and head dims up to `dim`."""
+def tile(kernel: str, function: str, dtype: torch.dtype, dim: int, described: bool = False) -> Tile:
+    """The tile of "forward", "dq", "dkdv" or "decode" for `dtype` and head dims up to `dim`.
+
+    `described` says that the keys and values are `tiles.is_describable`.
+    """
     backend, arch = _target()
     if dtype.itemsize == 2:
         table = TABLES.get(arch, CDNA if backend == "hip" else HALF)
     else:
         table = CDNA_FLOAT if backend == "hip" else FLOAT
-    rows = table.get((kernel, function)) or table[kernel]
-    return next(sizes for limit, sizes in rows.items() if dim <= limit)
+    names = (kernel, function, "described"), (kernel, function), kernel
+    for name in names if described else names[1:]:
+        for limit, sizes in table.get(name, {}).items():
+            if dim <= limit:
+                return sizes
+    raise ValueError(f"no tile for {kernel} with head dims of {dim}")
 
 
 def splits(programs: int, key_tiles: int) -> int:
