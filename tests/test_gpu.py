@@ -69,7 +69,7 @@ def test_decode_is_as_exact_as_plain_pytorch(function, dtype, M, R, dims, mask, 
 
 
 @pytest.mark.parametrize(("mask", "M", "N"), [
-    ("none", 1024, 1536),  # every tile is full: the loop that prefetches
+    ("none", 1024, 1536),  # every tile is full: the loop that delays products
     ("causal", 1111, 1111),
     ("causal", 1025, 2047),
     ("causal", 1500, 1001),  # the first rows see nothing
@@ -81,6 +81,27 @@ def test_decode_is_as_exact_as_plain_pytorch(function, dtype, M, R, dims, mask, 
 def test_long_loops_are_as_exact_as_plain_pytorch(function, dtype, dims, mask, M, N):
     problem = make(function, dtype, M, N, mask, G=1, dims=dims)
     oracles.check(problem, "triton", device=DEVICE)
+
+
+@pytest.mark.parametrize("layout", ["heads first", "heads last", "part of a cache"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 128)], ids=str)
+@DTYPES
+def test_descriptors_read_what_pointers_read(monkeypatch, dtype, dims, layout):
+    """On GPUs whose table asks for descriptors; elsewhere both calls take the pointers."""
+    from hf_sigmoid.kernels.flash import forward
+
+    problem = make("sigmoid", dtype, 700, 1024, "causal", B=2, G=3, dims=dims)
+    given = on_device(problem)
+    for name in ("key", "value"):
+        tensor = given[name]
+        if layout == "heads last":
+            tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        elif layout == "part of a cache":
+            tensor = torch.nn.functional.pad(tensor, (0, 0, 5, 9), value=float("nan"))[:, :, 5:-9]
+        given[name] = tensor
+    described = verb("sigmoid")(**given)
+    monkeypatch.setattr(forward, "is_describable", lambda tensor: False)
+    torch.testing.assert_close(described, verb("sigmoid")(**given), rtol=2**-7, atol=1e-6)
 
 
 @EVERY_TERM

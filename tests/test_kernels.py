@@ -345,6 +345,8 @@ def laid_out(shape, layout):
         return torch.randn(B, 1, N, X).expand(shape)
     if layout == "unaligned":
         return torch.randn(B * G * N * X + 1)[1:].view(shape)
+    if layout == "odd rows":
+        return torch.randn(B, G, N, X + 1)[..., :-1]
     if layout == "dims first":
         return torch.randn(B, G, X, N).transpose(2, 3)
     return torch.randn(shape)
@@ -360,14 +362,15 @@ def laid_out(shape, layout):
         ("odd step of one head", True),
         ("expanded", False),
         ("unaligned", False),
+        ("odd rows", False),
         ("dims first", False),
     ],
 )
 def test_descriptors_read_what_pointers_read(monkeypatch, function, layout, described):
     """Of tensors that the copy engine takes; of others the pointers are used."""
     G = 1 if layout == "odd step of one head" else 2
-    q, _, _, row, intervals = small(B=2, H=4, G=G, M=40, N=70, D=12, V=20)
-    k, v = laid_out((2, G, 70, 12), layout), laid_out((2, G, 70, 20), layout)
+    q, _, _, row, intervals = small(B=2, H=2 * G, G=G, M=20, N=134, D=12, V=20)
+    k, v = laid_out((2, G, 134, 12), layout), laid_out((2, G, 134, 20), layout)
     made = []
     monkeypatch.setattr(tuning, "tile", tiles(delay=True))
     expected = call(function, q, k, v, row, intervals)
@@ -386,7 +389,7 @@ def test_descriptors_read_what_pointers_read(monkeypatch, function, layout, desc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_delayed_products_are_those_of_the_plain_loop(monkeypatch, function, dtype):
     """Also of weights that wait packed: they are rounded to the inputs' dtype either way."""
-    problem = small(B=1, H=2, M=40, N=70, D=16, V=16, dtype=dtype)
+    problem = small(B=1, H=2, M=20, N=134, D=16, V=16, dtype=dtype)
     results = []
     for options in [(False,), (True,), (True, True)]:
         monkeypatch.setattr(tuning, "tile", tiles(SIZES, *options))

@@ -43,20 +43,21 @@ def is_describable(tensor: Tensor) -> bool:
     It asks for contiguous rows that begin at multiples of 16 bytes, and for no expanded dimension.
     """
     step = 16 // tensor.element_size()
-    steps = [s for size, s in zip(tensor.shape, tensor.stride(), strict=True) if size != 1][:-1]
+    sizes = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     return (
         tensor.numel() > 0
         and tensor.stride(-1) == 1
         and tensor.data_ptr() % 16 == 0
-        and all(s > 0 and s % step == 0 for s in steps)
+        and all(size == 1 or (stride > 0 and stride % step == 0) for size, stride in sizes)
     )
 
 
 def describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     """A tensor for which `is_describable` holds, as the copy engine sees it; 0 beyond its end."""
     step = 16 // tensor.element_size()
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    strides = [step if size == 1 else stride for size, stride in sizes][:-1]
+    sizes = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    # What PyTorch has for a dimension of size 1 is never used, and may be anything.
+    strides = [step if size == 1 else stride for size, stride in sizes]
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block)
 
 
