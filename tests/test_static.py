@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 KERNELS = Path(__file__).parent.parent / "kernels"
-sys.path.append(str(KERNELS))  # the report is a script beside its module, and no package
+sys.path.append(str(KERNELS))  # the report is a script beside its modules, and no package
 disassembly = importlib.import_module("disassembly")
+compiled = importlib.import_module("compiled")
+limits = importlib.import_module("static_limits")
 static_report = importlib.import_module("static_report")
 
 # As cuobjdump prints it: a masked loop, then the same work without a mask and with a spin inside.
@@ -132,9 +134,9 @@ def row(target="sm_90", kernel="forward", case="sigmoid bf16 64", form="pair", *
     """A row at its limits; 128 lanes over 64×64 scores, so 32 instructions are one per score."""
     mufu = 1.5 if form == "pair" else 2.0
     loop = {"instructions": 7.8 * 32, "mufu": mufu * 32, **changes.pop("loop", {})}
-    good = static_report.Row(
+    good = compiled.Row(
         target, kernel, case, form=form, tile=(64, 64), warps=4, registers=200, overlap=0.5,
-        shared_bytes=static_report.SHARED_KB[target] * 1024, lanes_per_score=1 / 32,
+        shared_bytes=limits.SHARED_KB[target] * 1024, lanes_per_score=1 / 32,
     )  # fmt: skip
     return replace(good, loop=Counter(loop), **changes)
 
@@ -173,7 +175,7 @@ def row(target="sm_90", kernel="forward", case="sigmoid bf16 64", form="pair", *
     ],
 )
 def test_each_limit_can_be_broken_alone(broken, changes):
-    found = static_report.broken(row(**changes))
+    found = limits.broken(row(**changes))
     assert found.keys() == broken
     for figure, sentence in found.items():
         assert figure == "error" or f": {figure} is " in sentence
@@ -194,31 +196,31 @@ def test_each_limit_can_be_broken_alone(broken, changes):
     ],
 )
 def test_ratchet_allows_five_per_cent(changes, figure):
-    baseline = {str(row()): static_report.ratchet(row())}
-    grown = static_report.grown(row(**changes), baseline)
+    baseline = {str(row()): limits.ratchet(row())}
+    grown = limits.grown(row(**changes), baseline)
     assert [sentence.split(": ")[1].split()[0] for sentence in grown] == [figure] * bool(figure)
-    assert static_report.grown(row(**changes), {}) == []
+    assert limits.grown(row(**changes), {}) == []
 
 
 def test_registers_that_cost_nothing_are_no_growth():
     """18 and 20 of a small kernel are both 24 on the chip."""
-    baseline = {str(row()): static_report.ratchet(row(registers=18))}
-    assert static_report.grown(row(registers=20), baseline) == []
-    assert static_report.grown(row(registers=25), baseline)
+    baseline = {str(row()): limits.ratchet(row(registers=18))}
+    assert limits.grown(row(registers=20), baseline) == []
+    assert limits.grown(row(registers=25), baseline)
 
 
 def test_a_kernel_whose_loop_is_not_found_does_not_pass():
     lost = replace(row("gfx942"), loop=Counter())
-    assert {"hot loop", "mufu/score"} <= static_report.broken(lost).keys()
+    assert {"hot loop", "mufu/score"} <= limits.broken(lost).keys()
 
 
 def test_a_baseline_is_of_one_triton_version(monkeypatch, tmp_path):
-    monkeypatch.setattr(static_report, "BASELINE", tmp_path / "baseline.json")
-    assert static_report.read_baselines() == ({}, {})
-    static_report.BASELINE.write_text('{"0.1": {"name": {"mufu": 1.0}}}')
-    assert static_report.read_baselines()[1] == {}
-    monkeypatch.setattr(static_report.triton, "__version__", "0.1")
-    assert static_report.read_baselines()[1] == {"name": {"mufu": 1.0}}
+    monkeypatch.setattr(limits, "BASELINE", tmp_path / "baseline.json")
+    assert limits.read_baselines() == ({}, {})
+    limits.BASELINE.write_text('{"0.1": {"name": {"mufu": 1.0}}}')
+    assert limits.read_baselines()[1] == {}
+    monkeypatch.setattr(limits.triton, "__version__", "0.1")
+    assert limits.read_baselines()[1] == {"name": {"mufu": 1.0}}
 
 
 def test_interpreted_kernels_are_refused_in_one_line(monkeypatch, capsys):
@@ -233,7 +235,7 @@ def test_kernels_compile_for_gpus_that_are_not_here():
     """In a process of its own because interpreted kernels cannot be compiled."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, KERNELS / "static_report.py", "--quick"]
-    if static_report.read_baselines()[1]:  # the limits are those of one Triton version's code
+    if limits.read_baselines()[1]:  # the limits are those of one Triton version's code
         command.append("--check")
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
