@@ -12,37 +12,21 @@ TFLOP/s count 4·B·H·M·N·D forward, half of it if causal, and 2.5 times that
 import argparse
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from datetime import date
 from pathlib import Path
 
 import torch
+from benchmark_report import plot, shape_of, summary, table
+from contenders import DECODING, DTYPES, LENGTH_FIRST, OURS, PACKAGES, prepare, verify
 from tqdm import tqdm
 
-from hf_sigmoid import functional, reference
-
 HERE = Path(__file__).resolve().parent
-SHAPE = ("dtype", "B", "H", "G", "M", "N", "D", "is_causal", "pass")
-# Yardsticks of decoding: a copy of as many bytes as it reads, and what transformers' paged cache
-# does before it calls us, to read the keys and values of a sequence from their blocks.
-DECODING = ("copy", "gather")
-CACHE_BLOCK = 32
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-OURS = ("sigmoid", "ssmax", "softmax")  # softmax: our ssmax kernels with a multiplier of 1
-# Lengths in [batch, length, heads, dim], what these packages take.
-LENGTH_FIRST = ("triton-sigmoid", "flash-attn-2", "flash-attn-3")
-PACKAGES = {
-    "sdpa": "torch", "sdpa-cudnn": "torch", "flex": "torch", "copy": "torch", "gather": "torch",
-    "triton-sigmoid": "triton-sigmoid", "flash-attn-2": "flash-attn",
-    "flash-attn-3": "flash-attn-3",
-}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
@@ -204,138 +188,6 @@ def operations(shape: dict) -> float:
     return forward * {"forward": 1, "backward": 2.5, "both": 3.5}[shape["pass"]]
 
 
-def verify(name: str, shape: dict, device: torch.device) -> None:
-    """Raise unless our output and gradients on a slice of a shape are as exact as its dtype allows.
-
-    One key head and its queries, up to 1024 of each: enough for several tiles and a diagonal.
-    """
-    heads = shape["H"] // shape["G"]
-    small = {**shape, "B": 1, "H": heads, "G": 1, "M": min(shape["M"], 1024)}
-    small["N"] = small["M"] if shape["M"] == shape["N"] else min(shape["N"], 1024)
-    dtype = DTYPES[shape["dtype"]]
-    inputs = tensors(small, device, dtype)
-    exact = outcome(inputs, torch.float64, expected(name, small))
-    plain = outcome(inputs, dtype, expected(name, small, upcast=False))
-    given = outcome(inputs, dtype, ours(name, small, device))
-    for result, right in exact.items():
-        error, own = ((x[result].double() - right).abs().max().item() for x in (given, plain))
-        budget = 2 * own + 4 * torch.finfo(dtype).eps * right.abs().max().item()
-        if not error <= budget:
-            why = f"error {error:.2g}, budget {budget:.2g}"
-            raise ArithmeticError(f"wrong {result}, not timed: {why}")
-
-
-def outcome(inputs, dtype, call) -> dict[str, torch.Tensor]:
-    """Output of a call on the same inputs in some dtype, and the gradients of q, k and v."""
-    *leaves, do = (tensor.to(dtype) for tensor in inputs)
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    output = call(*leaves)
-    dq, dk, dv = torch.autograd.grad(output, leaves, do)
-    return {"output": output.detach(), "dq": dq, "dk": dk, "dv": dv}
-
-
-def tensors(shape: dict, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    """q, k, v, do."""
-    B, H, G, M, N, D = (shape[letter] for letter in "BHGMND")
-    generator = torch.Generator(device).manual_seed(0)
-    sizes = ((B, H, M, D), (B, G, N, D), (B, G, N, D), (B, H, M, D))
-    return [torch.randn(s, generator=generator, device=device, dtype=dtype) for s in sizes]
-
-
-def numbers(name: str, shape: dict) -> dict:
-    """The row numbers that a call would have after training, of the size that the papers give."""
-    if name == "sigmoid":
-        return {"bias": -math.log(shape["N"])}
-    return {"multiplier": 1.0 if name == "softmax" else 0.2 * math.log(shape["N"])}
-
-
-def ours(name: str, shape: dict, device: torch.device):
-    verb = functional.sigmoid_attention if name == "sigmoid" else functional.ssmax_attention
-    backend = "triton" if device.type == "cuda" else "auto"
-    given = numbers(name, shape)
-    return lambda q, k, v: verb(q, k, v, **given, is_causal=shape["is_causal"], backend=backend)
-
-
-def expected(name: str, shape: dict, **options):
-    verb = reference.sigmoid_attention if name == "sigmoid" else reference.ssmax_attention
-    given = {**numbers(name, shape), "is_causal": shape["is_causal"], **options}
-    return lambda q, k, v: verb(q, k, v, **given)[0]
-
-
-def rival(name: str, shape: dict, device: torch.device):
-    """Another implementation as a call (q, k, v) in its own layout; ImportError if missing."""
-    is_causal, grouped = shape["is_causal"], shape["H"] != shape["G"]
-    if name in ("sdpa", "sdpa-cudnn"):
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        def softmax(q, k, v):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=is_causal, enable_gqa=grouped
-            )
-
-        def cudnn(q, k, v):
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                return softmax(q, k, v)
-
-        return softmax if name == "sdpa" else cudnn
-    if name == "flex":
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        flex, mask = torch.compile(flex_attention, dynamic=False), None
-        if is_causal:
-            mask = create_block_mask(
-                lambda b, h, m, n: m >= n, None, None, shape["M"], shape["N"], device=device
-            )
-        return lambda q, k, v: flex(q, k, v, block_mask=mask, enable_gqa=grouped)
-    if name == "triton-sigmoid":
-        from triton_sigmoid import sigmoid_attention
-
-        if grouped or shape["M"] != shape["N"]:
-            raise NotImplementedError("triton-sigmoid has no grouped heads and no decoding")
-        scale, bias = shape["D"] ** -0.5, -math.log(shape["N"])
-        return lambda q, k, v: sigmoid_attention(q, k, v, is_causal, scale, sigmoid_bias=bias)
-    if name == "flash-attn-2":
-        from flash_attn import flash_attn_func
-    else:
-        from flash_attn_interface import flash_attn_func
-
-    def flash(q, k, v):
-        output = flash_attn_func(q, k, v, causal=is_causal)
-        return output[0] if isinstance(output, tuple) else output
-
-    return flash
-
-
-def prepare(name: str, shape: dict, device: torch.device):
-    """What is timed: a function of no arguments."""
-    q, k, v, do = tensors(shape, device, DTYPES[shape["dtype"]])
-    if name == "copy":
-        # A copy reads and writes: k's bytes twice are those of k and v once.
-        target = torch.empty_like(k)
-        return lambda: target.copy_(k)
-    if name == "gather":
-        cache = [x.transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v)]
-        blocks = torch.randperm(math.ceil(len(cache[0]) / CACHE_BLOCK), device=device)
-        index = (blocks[:, None] * CACHE_BLOCK + torch.arange(CACHE_BLOCK, device=device)).flatten()
-        index = index[index < len(cache[0])]
-        return lambda: [x.index_select(0, index) for x in cache]
-    call = ours(name, shape, device) if name in OURS else rival(name, shape, device)
-    if name in LENGTH_FIRST:
-        q, k, v, do = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v, do))
-    if shape["pass"] == "forward":
-
-        def forward():
-            with torch.no_grad():
-                call(q, k, v)
-
-        return forward
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    if shape["pass"] == "both":
-        return lambda: torch.autograd.grad(call(*leaves), leaves, do)
-    output = call(*leaves)
-    return lambda: torch.autograd.grad(output, leaves, do, retain_graph=True)
-
-
 def warm_up(step, device: torch.device) -> int | None:
     """Compile, and return the bytes that a call needs beyond what was there (on a GPU)."""
     step()
@@ -368,97 +220,6 @@ def clock(step, device: torch.device) -> float:
     return start.elapsed_time(stop)
 
 
-def shape_of(row: dict) -> tuple:
-    return tuple(row[field] for field in SHAPE)
-
-
-def by_shape(rows: list[dict]) -> dict[tuple, dict[str, dict]]:
-    """Rows grouped into {device and shape: {contender: row}}."""
-    groups = defaultdict(dict)
-    for row in rows:
-        groups[(row["device"], *shape_of(row))][row["name"]] = row
-    return groups
-
-
-def table(rows: list[dict]) -> str:
-    head = f"{'shape':36}{'pass':>9}  {'contender':15}{'ms':>9}{'best to 80%':>16}"
-    lines = [f"{head}{'/sdpa':>7}{'/flex':>7}{'TFLOP/s':>9}"]
-    for group in by_shape(rows).values():
-        flex = group.get("flex", {}).get("ms")
-        for name, row in group.items():
-            mask = "causal" if row["is_causal"] else "full"
-            sizes = " ".join(f"{letter}{row[letter]}" for letter in "BHGMND")
-            start = f"{sizes + ' ' + mask:36}{row['pass']:>9}  {name:15}"
-            if "reason" in row:
-                lines.append(f"{start}  {row['reason']}")
-                continue
-            spread = f"{row['ms_best']:.3g}-{row['ms_80']:.3g}"
-            of_sdpa = f"{row['of_sdpa']:.2f}" if "of_sdpa" in row else ""
-            of_flex = f"{row['ms'] / flex:.2f}" if flex else ""
-            speed = f"{row['tflops']:.2f}" if "tflops" in row else ""
-            lines.append(f"{start}{row['ms']:>9.3g}{spread:>16}{of_sdpa:>7}{of_flex:>7}{speed:>9}")
-    return "\n".join(lines)
-
-
-SOFTMAXES = ("sdpa", "sdpa-cudnn", "flex", "flash-attn-2", "flash-attn-3")
-HALF = {"dtype": ("bf16", "fp16")}
-LONG = {"M": range(2048, 1 << 30)}
-FORWARD = {**HALF, **LONG, "pass": ("forward",)}
-BACKWARD = {**HALF, **LONG, "pass": ("backward",)}
-DECODE = {**HALF, "M": (1,), "N": (32768,)}
-CPU = {"dtype": ("fp32",), **LONG, "is_causal": (True,), "D": (64,)}
-# What is claimed, of whom, beside whom, the least (rival's ms / its ms), and of which rows.
-TARGETS = (
-    ("forward ≥ 1.15 × own softmax, D 64", "sigmoid", ("softmax",), 1.15, {**FORWARD, "D": (64,)}),
-    ("forward ≥ 1.0 × own softmax, D 128", "sigmoid", ("softmax",), 1.0, {**FORWARD, "D": (128,)}),
-    ("forward ≥ 1.1 × triton-sigmoid", "sigmoid", ("triton-sigmoid",), 1.1, FORWARD),
-    ("forward ≥ 1.1 × flash-attn 2", "sigmoid", ("flash-attn-2",), 1.1, FORWARD),
-    ("forward ≥ 0.95 × best softmax, D 128", "sigmoid", SOFTMAXES, 0.95, {**FORWARD, "D": (128,)}),
-    ("backward ≥ 1.15 × triton-sigmoid", "sigmoid", ("triton-sigmoid",), 1.15, BACKWARD),
-    ("decode ≥ 0.9 of copy bandwidth, 32k keys", "sigmoid", ("copy",), 0.9, DECODE),
-    ("CPU forward ≤ 0.9 × sdpa", "sigmoid", ("sdpa",), 1 / 0.9, {**CPU, "pass": ("forward",)}),
-    ("CPU both passes ≤ 1.0 × sdpa", "sigmoid", ("sdpa",), 1.0, {**CPU, "pass": ("both",)}),
-    ("CPU ssmax ≤ 1.03 × sdpa", "ssmax", ("sdpa",), 1 / 1.03, CPU),
-)
-
-
-def judge(rows: list[dict]) -> list[tuple[str, str, list[float]]]:
-    """(target, "met" or "not met" or "not measured", its ratios); the worst shape decides."""
-    verdicts, groups = [], by_shape(row for row in rows if "ms" in row)
-    for text, name, rivals, least, wanted in TARGETS:
-        ratios = []
-        for (device, *_), group in groups.items():
-            others = [group[rival]["ms"] for rival in rivals if rival in group]
-            if (
-                name in group
-                and others
-                and (" CPU " in device) == text.startswith("CPU")
-                and all(group[name][field] in values for field, values in wanted.items())
-            ):
-                ratios.append(min(others) / group[name]["ms"])
-        verdicts.append((text, verdict(ratios, least), ratios))
-    causal = []
-    for row in rows:
-        full = groups.get((row["device"], *shape_of({**row, "is_causal": False})), {})
-        if row["is_causal"] and "ms" in row and row["name"] == "sigmoid" and "sigmoid" in full:
-            causal.append(full["sigmoid"]["ms"] / row["ms"])
-    return [*verdicts, ("causal ≤ 0.6 × full", verdict(causal, 1 / 0.6), causal)]
-
-
-def verdict(ratios: list[float], least: float) -> str:
-    if not ratios:
-        return "not measured"
-    return "met" if min(ratios) >= least else "not met"
-
-
-def summary(rows: list[dict]) -> str:
-    lines = ["", "targets (rival's time / ours, worst to best)"]
-    for text, status, ratios in judge(rows):
-        span = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
-        lines.append(f"  {text:44}{status:14}{span}")
-    return "\n".join(lines)
-
-
 def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -468,45 +229,6 @@ def write(path: Path, rows: list[dict]) -> None:
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     os.replace(unfinished, path)
-
-
-def plot(rows: list[dict], path: Path) -> None:
-    """Two rows of panels, one column a dim, mask and pass: time relative to sdpa, and TFLOP/s."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    timed = [row for row in rows if "tflops" in row and row["M"] > 1]
-    panels = sorted({(row["D"], row["is_causal"], row["pass"]) for row in timed})
-    if not panels:
-        print("nothing to plot: no square shape was timed", file=sys.stderr)
-        return
-    figure, axes = pyplot.subplots(
-        2, len(panels), figsize=(3.6 * len(panels) + 1, 6), squeeze=False, layout="constrained"
-    )
-    colours = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(r["name"] for r in timed))}
-    for column, (D, is_causal, step) in enumerate(panels):
-        mine = [r for r in timed if (r["D"], r["is_causal"], r["pass"]) == (D, is_causal, step)]
-        for name, colour in colours.items():
-            line = sorted((r for r in mine if r["name"] == name), key=lambda row: row["N"])
-            for axis, field in zip(axes[:, column], ("of_sdpa", "tflops"), strict=True):
-                points = [(r["N"], r[field]) for r in line if field in r]
-                if points:
-                    axis.plot(*zip(*points, strict=True), "o-", color=colour, label=name)
-        axes[0, column].set_title(f"{step}, {'causal' if is_causal else 'full'}, D {D}")
-        for axis in axes[:, column]:
-            axis.set_xscale("log", base=2)
-            axis.set_ylim(bottom=0)
-            ticks = sorted({row["N"] for row in mine})
-            axis.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks])
-            axis.grid(alpha=0.3)
-        axes[1, column].set_xlabel("tokens")
-    axes[0, 0].set_ylabel("time / sdpa's")
-    axes[1, 0].set_ylabel("TFLOP/s")
-    axes[0, -1].legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

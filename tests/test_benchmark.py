@@ -1,28 +1,22 @@
 """kernels/benchmark.py: its rows, its verdicts, and that it times nothing wrong."""
 
+import importlib
 import importlib.metadata
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from hf_sigmoid import functional
 
-SCRIPT = Path(__file__).resolve().parent.parent / "kernels" / "benchmark.py"
+KERNELS = Path(__file__).resolve().parent.parent / "kernels"
+SCRIPT = KERNELS / "benchmark.py"
+sys.path.append(str(KERNELS))  # the benchmark is a script beside its modules, and no package
+benchmark = importlib.import_module("benchmark")
+benchmark_report = importlib.import_module("benchmark_report")
 TINY = ["--device", "cpu", "--lengths", "64", "--decode", "96", "--dims", "16", "--heads", "4"]
 TINY += ["--key-heads", "2", "--rounds", "2"]
 GPU = "NVIDIA X"
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def row(name, ms, device=GPU, **changes):
@@ -31,8 +25,8 @@ def row(name, ms, device=GPU, **changes):
             "pass": "forward", **changes}  # fmt: skip
 
 
-def verdicts(benchmark, rows):
-    return {text: status for text, status, _ in benchmark.judge(rows)}
+def verdicts(rows):
+    return {text: status for text, status, _ in benchmark_report.judge(rows)}
 
 
 def test_help_says_what_is_measured():
@@ -41,7 +35,7 @@ def test_help_says_what_is_measured():
     assert "TFLOP/s" in run.stdout and "--plot" in run.stdout
 
 
-def test_a_tiny_run_writes_rows_and_is_resumed(benchmark, tmp_path, capsys):
+def test_a_tiny_run_writes_rows_and_is_resumed(tmp_path, capsys):
     out, picture = tmp_path / "rows.jsonl", tmp_path / "rows.png"
     contenders = ["--contenders", "sigmoid", "ssmax", "flash-attn-2", "copy"]
     arguments = [*TINY, *contenders, "--out", str(out), "--plot", str(picture)]
@@ -63,7 +57,7 @@ def test_a_tiny_run_writes_rows_and_is_resumed(benchmark, tmp_path, capsys):
     assert out.read_bytes() == before
 
 
-def test_a_wrong_kernel_is_not_timed(benchmark, monkeypatch):
+def test_a_wrong_kernel_is_not_timed(monkeypatch):
     right = functional.sigmoid_attention
 
     def wrong(q, k, v, **options):
@@ -75,7 +69,7 @@ def test_a_wrong_kernel_is_not_timed(benchmark, monkeypatch):
         assert "ms" not in r and "wrong output, not timed" in r["reason"]
 
 
-def test_operations_follow_the_rule(benchmark):
+def test_operations_follow_the_rule():
     shape = row("sigmoid", 1.0, is_causal=False)
     full = 4 * 16 * 4096 * 4096 * 64
     assert benchmark.operations(shape) == full
@@ -83,32 +77,32 @@ def test_operations_follow_the_rule(benchmark):
     assert benchmark.operations({**shape, "pass": "backward"}) == 2.5 * full
 
 
-def test_the_worst_shape_decides_a_target(benchmark):
+def test_the_worst_shape_decides_a_target():
     text = "forward ≥ 1.15 × own softmax, D 64"
     rows = [row("sigmoid", 1.0), row("softmax", 1.2)]
-    assert verdicts(benchmark, rows)[text] == "met"
+    assert verdicts(rows)[text] == "met"
     rows += [row("sigmoid", 1.0, N=8192, M=8192), row("softmax", 1.1, N=8192, M=8192)]
-    assert verdicts(benchmark, rows)[text] == "not met"
+    assert verdicts(rows)[text] == "not met"
 
 
-def test_the_fastest_softmax_is_the_one_to_beat(benchmark):
+def test_the_fastest_softmax_is_the_one_to_beat():
     text = "forward ≥ 0.95 × best softmax, D 128"
     rows = [row(name, ms, D=128) for name, ms in (("sigmoid", 1.0), ("sdpa", 1.5))]
-    assert verdicts(benchmark, rows)[text] == "met"
-    assert verdicts(benchmark, [*rows, row("flash-attn-3", 0.9, D=128)])[text] == "not met"
+    assert verdicts(rows)[text] == "met"
+    assert verdicts([*rows, row("flash-attn-3", 0.9, D=128)])[text] == "not met"
 
 
-def test_causal_is_compared_with_full(benchmark):
+def test_causal_is_compared_with_full():
     rows = [row("sigmoid", 1.0, is_causal=False), row("sigmoid", 0.55)]
-    assert verdicts(benchmark, rows)["causal ≤ 0.6 × full"] == "met"
+    assert verdicts(rows)["causal ≤ 0.6 × full"] == "met"
     rows[1]["ms"] = 0.7
-    assert verdicts(benchmark, rows)["causal ≤ 0.6 × full"] == "not met"
+    assert verdicts(rows)["causal ≤ 0.6 × full"] == "not met"
 
 
-def test_what_is_missing_is_not_measured(benchmark):
+def test_what_is_missing_is_not_measured():
     failed = row("softmax", 0.0, reason="OutOfMemoryError")
     del failed["ms"]
     # A CPU's rows say nothing about a GPU's targets.
     rows = [row("sigmoid", 1.0), failed]
     rows += [row(name, 1.0, device="x86_64 CPU 2 threads") for name in ("sigmoid", "softmax")]
-    assert set(verdicts(benchmark, rows).values()) == {"not measured"}
+    assert set(verdicts(rows).values()) == {"not measured"}
