@@ -19,8 +19,14 @@ PLAIN = [case for case in PLAIN if "fp32" not in case] + ["bf16 64 tanh"]
 # What must compile and fit into shared memory, whatever it spills.
 OTHER = ["bf16 96/40 terms", "fp16 64 terms", "fp32 64 terms", "fp32 128 terms"]
 OTHER += ["bf16 256", "fp32 256", "bf16 128 statistics"]
-# On sm_90 too, whose copy engine does not read an expanded key.
+# On sm_90, whose copy engine does not read an expanded key.
 EXPANDED = "sigmoid bf16 128 expanded"
+# Where the table has rows for calls with terms: what takes the most shared memory.
+BIASED = [
+    (target, f"{function} bf16 128 logit_bias")
+    for target in ("sm_90", "sm_100", "sm_120")
+    for function in ("sigmoid", "ssmax")
+]
 CASES = [f"{function} {case}" for case in PLAIN + OTHER for function in ("sigmoid", "ssmax")]
 QUICK = [  # what the test suite has the time for; the slowest first
     ("gfx942", "sigmoid bf16 64"),
@@ -50,13 +56,18 @@ def call(case: str) -> None:
     row = torch.zeros(H, 1).expand(B, H, M)
     intervals = torch.zeros(B, M, 2, dtype=torch.int32)
     os.environ["HF_SIGMOID_FORM"] = "tanh" if "tanh" in special else "accurate"
-    softcap, terms = 0.0, [None] * 4
     if "terms" in special:
+        special += ["logit_bias", "alibi", "sinks", "softcap"]
+    mask = logit_bias = alibi_slopes = sinks = None
+    if "logit_bias" in special:  # the verbs say with a mask where it is −inf
         mask = torch.zeros(B, 1, M, N, dtype=torch.bool).expand(B, H, M, N)
         logit_bias = torch.zeros(1, H, M, N, requires_grad=True).expand(B, H, M, N)
-        sinks = torch.zeros(H) if function == "ssmax" else None
-        terms = [mask, logit_bias, torch.zeros(H).expand(B, H), sinks]
-        softcap = 30.0
+    if "alibi" in special:
+        alibi_slopes = torch.zeros(H).expand(B, H)
+    if "sinks" in special and function == "ssmax":
+        sinks = torch.zeros(H)
+    softcap = 30.0 if "softcap" in special else 0.0
+    terms = (mask, logit_bias, alibi_slopes, sinks)
     arguments = (q, k, v, row, intervals, *terms, function, D**-0.5, softcap, 0.0, 0)
     output, *_ = attention(*arguments, "statistics" in special)
     if "decode" not in special:

@@ -9,9 +9,9 @@ Columns, of the whole kernel:
 
     kernel … D     what was launched; D/V where they differ, `terms`: with every optional argument,
                    `decode`: one query a sequence, `statistics`: with them, `tanh`: with
-                   HF_SIGMOID_FORM=tanh, `expanded`: one key head for all. `terms`, `statistics`,
-                   fp32 and 256 have no limits but that they compile and fit, and run on sm_80 and
-                   sm_120 unless --targets is given
+                   HF_SIGMOID_FORM=tanh, `expanded`: one key head for all. `terms`, `logit_bias`,
+                   `statistics`, fp32 and 256 have no limits but that they compile and fit; most run
+                   on sm_80 and sm_120 only, unless --targets is given
     tile, w, form  BLOCK_M×BLOCK_N, num_warps and the form of σ (flash/tuning.py) of the launch
     regs           registers of a thread (AMD: vector registers)
     spill, local   bytes of registers spilled to and filled from memory (AMD: bytes of scratch), and
@@ -52,7 +52,7 @@ import warnings
 
 import triton
 from compiled import Row, compiling, measure
-from static_cases import CASES, EXPANDED, QUICK, TARGETS, call, is_plain
+from static_cases import BIASED, CASES, EXPANDED, QUICK, TARGETS, call, is_plain
 from static_limits import broken, grown, read_baselines, write_baseline
 
 TABLE = (
@@ -145,7 +145,7 @@ def main() -> int:
         skipped = set() if options.targets else TARGETS.keys() - {"sm_80", "sm_120"}
         pairs = [(name, case) for case in CASES for name in targets]
         pairs = [(name, case) for name, case in pairs if is_plain(case) or name not in skipped]
-        pairs.append(("sm_90", EXPANDED))
+        pairs += [("sm_90", EXPANDED), *BIASED]
     jobs = [(*pair, options.only, options.keep) for pair in pairs if pair[0] in targets]
     _, baseline = read_baselines()
 

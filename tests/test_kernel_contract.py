@@ -40,7 +40,7 @@ ROUTES = pytest.mark.parametrize(("M", "N"), [PREFILL, DECODE], ids=["prefill", 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
     tile = {kernel: tuning.Tile(*sizes, 4, 1, delay=True) for kernel, sizes in TILES.items()}
-    monkeypatch.setattr(tuning, "tile", lambda kernel, *_: tile[kernel])
+    monkeypatch.setattr(tuning, "tile", lambda kernel, *_, **__: tile[kernel])
     monkeypatch.setattr(tuning, "LEAST_KEYS_TO_SPLIT", 16)
 
 

@@ -31,7 +31,7 @@ SIZES = {"forward": (16, 32), "dq": (32, 16), "dkdv": (16, 16), "decode": (16, 1
 def tiles(sizes=SIZES, delay=True, packed=False, descriptors=False):
     """What stands in for `tuning.tile`: several tiles in each direction at these tests' sizes."""
 
-    def tile(kernel, function, dtype, dim, described=False):
+    def tile(kernel, function, dtype, dim, described=False, terms=False):
         options = (delay, packed and dtype.itemsize == 2, delay and descriptors and described)
         return tuning.Tile(*sizes[kernel], 4, 1, 1, *options)
 
@@ -329,7 +329,7 @@ def test_every_device_has_tiles(monkeypatch, arch):
                 for dim, described in itertools.product((1, 64, 65, 128, 256), (False, True)):
                     tile = tuning.tile(kernel, function, dtype, dim, described)
                     assert tile.num_warps in (4, 8)
-                    assert described or not tile.descriptors
+                    assert not tile.descriptors or (described and tile.delay and arch == 90)
 
 
 def laid_out(shape, layout):
@@ -396,6 +396,20 @@ def test_delayed_products_are_those_of_the_plain_loop(monkeypatch, function, dty
         results.append(call(function, *problem)[0])
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=0, atol=1e-6)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_an_infinite_value_is_infinite_wherever_its_tile_lies(monkeypatch, function, descriptors):
+    """Before the first tile's weights are there, nothing is multiplied with its values."""
+    q, k, v, row, intervals = small(M=20, N=134, D=16, V=16)
+    v[:, :, 3, 5] = v[:, :, 70, 6] = float("inf")
+    monkeypatch.setattr(tuning, "tile", tiles(delay=False))
+    expected = call(function, q, k, v, row, intervals)[0]
+    monkeypatch.setattr(tuning, "tile", tiles(delay=True, descriptors=descriptors))
+    output = call(function, q, k, v, row, intervals)[0]
+    assert output[..., [5, 6]].isposinf().all()
+    assert torch.equal(output, expected)
 
 
 def test_backward_is_the_same_in_every_run():

@@ -45,13 +45,20 @@ def scores(q_tile, k_ptr, k, n, local_n, shown, D: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
-def load_full(ptr, x, described, b, g, n, local_n, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of keys or values that are all there, by its tensor's descriptor if it has one."""
+def load_full(
+    ptr, x, described, b, g, n, local_n, N, there, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A tile of keys or values that are all visible, by its tensor's descriptor if it has one.
+
+    Zeros unless `there` (None: it is).
+    """
     if described is None:
-        return load_matrix(ptr, x, n, local_n, None, SIZE, BLOCK)
+        shown = None if there is None else tl.where(there, local_n, -1) >= 0
+        return load_matrix(ptr, x, n, local_n, shown, SIZE, BLOCK)
     else:
-        tile = described.load([b, g, n.to(tl.int32), 0])
-        return tl.reshape(tile, [local_n.shape[0], BLOCK])
+        # Beyond the last key a descriptor reads zeros.
+        at = n if there is None else tl.where(there, n, N)
+        return tl.reshape(described.load([b, g, at.to(tl.int32), 0]), [local_n.shape[0], BLOCK])
 
 
 @triton.jit
@@ -191,10 +198,12 @@ def _forward(
             waiting = tl.zeros([BLOCK_M, BLOCK_N], tl.int16 if PACKED else ACC)
             for n in tl.range(full_start, full_stop, BLOCK_N):
                 n += 0 * full_start  # a tensor in the interpreter too
-                k_tile = load_full(k_ptr, k, keys, b, g, n, local_n, D, BLOCK_D)
+                k_tile = load_full(k_ptr, k, keys, b, g, n, local_n, N, None, D, BLOCK_D)
                 s = dot(q_tile, tl.trans(k_tile), None)
+                # Nothing waits at first, and 0·v must be 0 even if v is infinite.
                 behind = tl.maximum(n - BLOCK_N, full_start)
-                v_tile = load_full(v_ptr, v, values, b, g, behind, local_n, V, BLOCK_V)
+                v_tile = load_full(v_ptr, v, values, b, g, behind, local_n, N, n > full_start, V,
+                                   BLOCK_V)  # fmt: skip
                 acc = dot(waiting.to(ELEMENT, bitcast=PACKED), v_tile, acc)
                 p, largest, total, shrink = weigh(s, largest, total, n, rows, lo, hi, factors,
                                                   offsets, slope, mask, bias, place, False,
@@ -204,7 +213,8 @@ def _forward(
                     acc = acc * shrink[:, None]
                 waiting = p.to(ELEMENT).to(tl.int16, bitcast=True) if PACKED else p
             if full_start < full_stop:
-                v_tile = load_full(v_ptr, v, values, b, g, full_stop - BLOCK_N, local_n, V, BLOCK_V)
+                v_tile = load_full(v_ptr, v, values, b, g, full_stop - BLOCK_N, local_n, N, None, V,
+                                   BLOCK_V)  # fmt: skip
                 acc = dot(waiting.to(ELEMENT, bitcast=PACKED), v_tile, acc)
         else:
             state = acc, largest, total
@@ -270,8 +280,9 @@ def prefill(
     B, H, M, D = query.shape
     N, V = value.shape[2:]
     shared = constants(query, key, value, function, softcap, output)
-    described = is_describable(key) and is_describable(value)
-    tile = tuning.tile("forward", function, query.dtype, max(D, V), described)
+    terms = softcap > 0 or any(x is not None for x in (mask, alibi_slopes, logit_bias, max_logit))
+    described = not terms and is_describable(key) and is_describable(value)
+    tile = tuning.tile("forward", function, query.dtype, max(D, V), described, terms)
     keys = values = None
     if tile.descriptors:
         keys = describe(key, [1, 1, tile.block_n, shared["BLOCK_D"]])

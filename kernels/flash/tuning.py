@@ -2,8 +2,8 @@
 
 A table and not an autotuner: nothing is timed at import or at the first call, the same inputs take
 the same kernel on every run, and a launch never waits for the GPU. Each row is the largest tile
-that compiles for its GPUs without spilling a register (`make static` prints and checks that), at
-head dims 64 and 128 in 16 bits and no optional term. None has been timed yet.
+that Triton 3.9 compiles for its GPUs without spilling a register (`make static` prints and checks
+that), at head dims 64 and 128 in 16 bits and no optional term. None has been timed yet.
 """
 
 import functools
@@ -22,10 +22,10 @@ class Tile(NamedTuple):
     """How a kernel cuts its work.
 
     Queries and keys of a tile of scores, warps of a program, and stages of its pipelined loop over
-    tiles that need no mask; stages of the loop over the few tiles at the edges; whether a tile's
-    product with its values is delayed until the next one's activation can run under it, and
-    whether its weights wait for that packed, in the inputs' 16 bits, or in 32; whether full tiles
-    are read by descriptors.
+    tiles that need no mask (of the one loop that there is, where a call has a mask); stages of the
+    loop over the few tiles at the edges; whether a tile's product with its values is delayed until
+    the next one's activation can run under it, whether its weights wait for that packed, in the
+    inputs' 16 bits, or in 32, and whether the delayed loop reads by descriptors.
     """
 
     block_m: int
@@ -49,6 +49,8 @@ FLOAT = {
 # 16 bits, on every GPU that has no table of its own: 99 kB of shared memory (sm_86, 89, 120), and
 # products by mma.sync, whose operands lie in registers beside the accumulators. At dim 128 dkdv has
 # 64 queries by 64 keys: with 32 queries it would compute its scores twice, with 128 keys it spills.
+# "terms" is for calls with softcap, ALiBi, a mask, a logit_bias (whose tiles lie in shared memory,
+# 4 bytes a score and stage) or statistics.
 HALF = {
     "forward": {
         64: Tile(128, 64, 8, 2),
@@ -59,6 +61,10 @@ HALF = {
     "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
     "decode": {64: Tile(16, 128, 4, 3), 128: Tile(16, 64, 4, 3), 256: Tile(16, 32, 4, 2)},
 }
+HALF |= {
+    ("forward", "terms"): HALF["forward"] | {128: Tile(128, 32, 8, 2)},
+    ("dq", "terms"): HALF["dq"] | {128: Tile(128, 16, 8, 2)},
+}
 AMPERE = HALF | {"dq": HALF["dq"] | {64: Tile(128, 64, 8, 2)}}
 # Products are asynchronous: one tile's activation runs under the product of the last one's weights
 # with its values. Weights that wait in 32 bits cost no instruction, packed ones half of one a score
@@ -66,25 +72,33 @@ AMPERE = HALF | {"dq": HALF["dq"] | {64: Tile(128, 64, 8, 2)}}
 # with the copy engine, which needs none, 128; ssmax's rescaling leaves no room for those either.
 HOPPER = HALF | {
     "forward": HALF["forward"]
-    | {64: Tile(128, 128, 8, 2, delay=True), 128: Tile(128, 128, 8, 2, delay=True, packed=True)},
+    | {
+        64: Tile(128, 128, 8, 2, ragged_stages=2, delay=True),
+        128: Tile(128, 128, 8, 2, delay=True, packed=True),
+    },
     ("forward", "ssmax"): HALF["forward"]
     | {64: Tile(128, 128, 8, 2, delay=True, packed=True), 128: Tile(128, 64, 8, 2, delay=True)},
     ("forward", "sigmoid", "described"): {
-        64: Tile(128, 128, 8, 2, delay=True),
-        128: Tile(128, 128, 8, 2, delay=True, descriptors=True),
+        64: Tile(128, 128, 8, 2, ragged_stages=2, delay=True),
+        128: Tile(128, 128, 8, 2, ragged_stages=2, delay=True, descriptors=True),
     },
+    ("forward", "terms"): HALF["forward"]
+    | {64: Tile(128, 64, 8, 2, delay=True), 128: Tile(128, 64, 8, 2, delay=True)},
     "dq": HALF["dq"] | {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
+    ("dq", "terms"): HALF["dq"] | {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
     "dkdv": HALF["dkdv"] | {128: Tile(32, 128, 8, 2)},
 }
 # Accumulators lie in tensor memory, and pass through registers a few columns at a time.
 BLACKWELL = HALF | {
     "forward": HALF["forward"] | {64: Tile(128, 128, 8, 2), 128: Tile(128, 128, 8, 2)},
+    ("forward", "terms"): HALF["forward"] | {128: Tile(128, 64, 8, 2)},
     "dq": HALF["dq"] | {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
+    ("dq", "terms"): HALF["dq"] | {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
     "dkdv": HALF["dkdv"] | {128: Tile(32, 64, 8, 2)},
     ("dkdv", "sigmoid"): HALF["dkdv"] | {64: Tile(64, 128, 8, 2), 128: Tile(32, 64, 8, 2)},
 }
 # 64 kB of shared memory, and wavefronts of 64: more than four would compute scores twice.
-CDNA = HALF | {
+CDNA = {
     "forward": {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 4, 2), 256: Tile(64, 32, 4, 1)},
     "dq": {64: Tile(128, 32, 4, 2), 128: Tile(128, 32, 4, 2), 256: Tile(64, 32, 4, 1)},
     "dkdv": {64: Tile(16, 128, 4, 1), 128: Tile(16, 64, 4, 1), 256: Tile(16, 32, 4, 1)},
@@ -103,18 +117,30 @@ LEAST_KEYS_TO_SPLIT = 256
 LEAST_TILES_OF_A_SPLIT = 2
 
 
-def tile(kernel: str, function: str, dtype: torch.dtype, dim: int, described: bool = False) -> Tile:
+def tile(
+    kernel: str,
+    function: str,
+    dtype: torch.dtype,
+    dim: int,
+    described: bool = False,
+    terms: bool = False,
+) -> Tile:
     """The tile of "forward", "dq", "dkdv" or "decode" for `dtype` and head dims up to `dim`.
 
-    `described` says that the keys and values are `tiles.is_describable`.
+    `described` says that the keys and values are `tiles.is_describable`, `terms` that the call has
+    softcap, ALiBi, a mask, a logit_bias or statistics.
     """
     backend, arch = _target()
     if dtype.itemsize == 2:
         table = TABLES.get(arch, CDNA if backend == "hip" else HALF)
     else:
         table = CDNA_FLOAT if backend == "hip" else FLOAT
-    names = (kernel, function, "described"), (kernel, function), kernel
-    for name in names if described else names[1:]:
+    names = [(kernel, function), kernel]
+    if terms:
+        names = [(kernel, "terms"), *names]
+    elif described:
+        names = [(kernel, function, "described"), *names]
+    for name in names:
         for limit, sizes in table.get(name, {}).items():
             if dim <= limit:
                 return sizes
