@@ -369,8 +369,8 @@ def laid_out(shape, layout):
 def test_descriptors_read_what_pointers_read(monkeypatch, function, layout, described):
     """Of tensors that the copy engine takes; of others the pointers are used."""
     G = 1 if layout == "odd step of one head" else 2
-    q, _, _, row, intervals = small(B=2, H=2 * G, G=G, M=20, N=134, D=12, V=20)
-    k, v = laid_out((2, G, 134, 12), layout), laid_out((2, G, 134, 20), layout)
+    q, _, _, row, intervals = small(B=2, H=2 * G, G=G, M=20, N=134, D=16, V=32)
+    k, v = laid_out((2, G, 134, 16), layout), laid_out((2, G, 134, 32), layout)
     made = []
     monkeypatch.setattr(tuning, "tile", tiles(delay=True))
     expected = call(function, q, k, v, row, intervals)

@@ -281,12 +281,14 @@ def prefill(
     N, V = value.shape[2:]
     shared = constants(query, key, value, function, softcap, output)
     terms = softcap > 0 or any(x is not None for x in (mask, alibi_slopes, logit_bias, max_logit))
-    described = not terms and is_describable(key) and is_describable(value)
+    # Whole tiles only: whether a descriptor may reach beyond its tensor's dims is not documented.
+    described = not terms and (shared["BLOCK_D"], shared["BLOCK_V"]) == (D, V)
+    described = described and is_describable(key) and is_describable(value)
     tile = tuning.tile("forward", function, query.dtype, max(D, V), described, terms)
     keys = values = None
-    if tile.descriptors:
-        keys = describe(key, [1, 1, tile.block_n, shared["BLOCK_D"]])
-        values = describe(value, [1, 1, tile.block_n, shared["BLOCK_V"]])
+    if tile.descriptors and tile.block_n <= N:
+        keys = describe(key, [1, 1, tile.block_n, D])
+        values = describe(value, [1, 1, tile.block_n, V])
     _forward[(triton.cdiv(M, tile.block_m) * B * H,)](
         strided(query), strided(key), strided(value), keys, values, strided(row),
         strided(intervals), strided(mask), strided(logit_bias), strided(alibi_slopes),
