@@ -20,11 +20,12 @@ from hf_sigmoid.conversions.reading import check_mask_token, reader
 from hf_sigmoid.conversions.report import figures
 from hf_sigmoid.conversions.training import convert_training, is_training
 from hf_sigmoid.conversions.verify import differences, runs
+from hf_sigmoid.loading import load as load_part
 
 
 def inspect(options: argparse.Namespace) -> tuple[dict, str]:
     """From the config alone: attention modules, both functions, and the row numbers if any."""
-    config = AutoConfig.from_pretrained(checkpoint(options.model))
+    config = AutoConfig.from_pretrained(_existing(options.model))
     section = configuration.find_section(config)
     whole = skeleton(config)
     part, part_config = find_part(config, None)
@@ -53,7 +54,9 @@ def inspect(options: argparse.Namespace) -> tuple[dict, str]:
     kinds = f" ({', '.join(found['layer_types'])})" if found["layer_types"] else ""
     lines = [
         f"{config.model_type}: {found['attention']} attention, {len(modules)} modules in layers "
-        f"{found['layers']}{kinds}, {heads} query heads",
+        f"{found['layers']}{kinds}, {heads} query heads"
+        if modules
+        else f"{config.model_type}: no attention on transformers' attention interface",
         *(f"{function}: {answer}" for function, answer in found["convertible_to"].items()),
     ]
     if part:
@@ -63,7 +66,20 @@ def inspect(options: argparse.Namespace) -> tuple[dict, str]:
     return found, "\n".join(lines)
 
 
+def _existing(model: str) -> str:
+    """Where a model named on the command line lies; BadInput names one that is not there."""
+    source = checkpoint(model)
+    load_part(AutoConfig, source)
+    return source
+
+
 def convert(options: argparse.Namespace) -> tuple[dict, str]:
+    if options.function == "ssmax":
+        fitting = {"calibrate": options.calibrate, "stats": options.stats, "seed": options.seed}
+        if given := [f"--{name}" for name, value in fitting.items() if value is not None]:
+            raise ValueError(f"{' and '.join(given)} fit sigmoid's row numbers, got --to ssmax")
+    if not is_training(options.model):
+        _existing(options.model)
     if options.dry_run:
         if is_training(options.model):
             raise ValueError(f"--dry-run plans models, got a training checkpoint, {options.model}")
@@ -114,7 +130,9 @@ def convert(options: argparse.Namespace) -> tuple[dict, str]:
 
 def verify(options: argparse.Namespace) -> tuple[dict, str]:
     """Logits in every way of running, and perplexity by length."""
-    paths = [checkpoint(options.against), checkpoint(options.model)]
+    paths = [_existing(options.against), _existing(options.model)]
+    if not configuration.find_section(AutoConfig.from_pretrained(paths[1])):
+        raise ValueError(f"verify compares a converted model, got {options.model} on softmax")
     before, after = map(load, paths)
     tokenizer = AutoTokenizer.from_pretrained(paths[0])
     content = texts.read(

@@ -26,6 +26,7 @@ from hf_sigmoid import parameters
 MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "")
 FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LARGEST_SHARD_BYTES = 5 * 10**9  # of an offloaded model: each shard is written from memory
+PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps that name no device
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -63,8 +64,15 @@ def load(
         offload_near: a folder on whose disk weights are written that cannot stay in their file.
 
     Raises:
-        ValueError: a file that cannot be read, or weights that the checkpoint lacks.
+        ValueError: a device that is not there, a file that cannot be read, or weights that the
+            checkpoint lacks.
     """
+    if isinstance(device_map, str) and device_map not in PLACEMENTS:
+        try:
+            torch.empty(0, device=device_map)
+        except (RuntimeError, AssertionError) as error:
+            why = str(error).strip().splitlines()[0]
+            raise ValueError(f"device_map {device_map} cannot be used here: {why}") from error
     config = transformers.AutoConfig.from_pretrained(path)
     options: dict = {"use_safetensors": True, "output_loading_info": True}
     offloaded = None

@@ -125,7 +125,8 @@ def check_config(
     """
     if section := configuration.find_section(config):
         raise ValueError(
-            f"the model must run softmax, got one already converted to {section['function']}"
+            f"the model must run softmax, got one already converted to {section['function']}: "
+            "hf-sigmoid revert writes it back"
         )
     part, config = find_part(config, part)
     if layers is None:

@@ -6,6 +6,7 @@ type; what is already there from an earlier run is kept, so an interrupted demon
 where it stopped.
 """
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -31,6 +32,7 @@ LENGTHS, DEPTHS, SAMPLES = ("256", "512"), ("0", "0.5", "1"), "2"
 
 def main() -> None:
     """Run every step, then print one table and the path of the heatmap."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     start = time.perf_counter()
     logging.set_verbosity_error()
     print("[1/4] SmolLM2-135M from its package", flush=True)

@@ -16,11 +16,20 @@ from loop import Loop
 from packing import documents_leak
 from speed import Speed
 from tqdm import tqdm
+from transformers import AutoConfig
 
 import hf_sigmoid
+from hf_sigmoid.configuration import find_section
 from hf_sigmoid.context_parallel import check_model
 from hf_sigmoid.conversions.embedded import checkpoint as resolve
-from hf_sigmoid.loading import check_weights, load_model, max_positions, twin, weights_print
+from hf_sigmoid.loading import (
+    check_weights,
+    load,
+    load_model,
+    max_positions,
+    twin,
+    weights_print,
+)
 from hf_sigmoid.shards import reshard
 
 
@@ -42,6 +51,7 @@ class Prepared(Loop):
         with self.accelerator.local_main_process_first():
             self.source = resolve(run.model)
         check_weights(self.source)
+        self._refuse_another_function()
         self.twin = twin(self.source, run.attn)
         self.context_group = self.layout.context_group()
         self._refuse_what_cannot_be_divided()
@@ -62,6 +72,16 @@ class Prepared(Loop):
         self.optimizer = optimization.make_optimizer(groups, self.run)
         self.control.begin(self.optimizer, self.tokenizer, self.run)
         self.skipped, self.skipped_in_a_row = 0, 0
+
+    def _refuse_another_function(self) -> None:
+        """A converted checkpoint trained on as something else would be saved as what it was."""
+        section = find_section(load(AutoConfig, self.source))
+        own, attn = section and section["function"], self.run.attn
+        if section and attn not in (None, own):
+            raise BadInput(
+                f"attn: {self.run.model} was converted to {own}, got {attn}; leave attn out, or "
+                "make it a softmax model again by hf-sigmoid revert first"
+            )
 
     def _refuse_what_cannot_be_divided(self) -> None:
         run, layout = self.run, self.layout

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BloomConfig,
+    FalconConfig,
     LlamaConfig,
 )
 
@@ -526,6 +527,52 @@ def test_command_line_prints_one_line_and_its_errors_too(source, tmp_path, capsy
     assert (
         capsys.readouterr().err.splitlines()[-1].startswith("hf-sigmoid: the output must be a new")
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["convert", "MODEL", "OUT", "--to", "ssmax", "--seed", "3"], "--seed fit sigmoid's row"),
+        (["convert", "MODEL", "OUT", "--to", "ssmax", "--stats", "x"], "--stats fit sigmoid's row"),
+        (["convert", "MODEL", "OUT", "--to", "ssmax", "--calibrate", "x"], "got --to ssmax"),
+        (["convert", "OUT/absent", "OUT", "--to", "ssmax"], "model OUT/absent: AutoConfig cannot"),
+        (["inspect", "OUT/absent"], "model OUT/absent: AutoConfig cannot"),
+        (["verify", "OUT/absent", "--against", "MODEL"], "model OUT/absent: AutoConfig cannot"),
+        (["verify", "MODEL", "--against", "MODEL"], "compares a converted model, got MODEL"),
+        (
+            [
+                "convert",
+                "MODEL",
+                "OUT",
+                "--to",
+                "ssmax",
+                "--window",
+                "32",
+                "--device-map",
+                "cuda:99",
+            ],
+            "device_map cuda:99 cannot be used here",
+        ),
+    ],
+)
+def test_a_command_that_cannot_do_what_it_is_asked_says_so(
+    source, tmp_path, capsys, arguments, words
+):
+    def real(word):
+        return word.replace("MODEL", source).replace("OUT", str(tmp_path / "out"))
+
+    assert main([real(word) for word in arguments]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert any(real(words) in line for line in error), error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_attention_of_the_interface_is_described(tmp_path, capsys):
+    FalconConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(
+        tmp_path
+    )
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("falcon: no attention on transformers' attention")
 
 
 @pytest.mark.real

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from training_runs import BLOCK, POSITIONS, RECIPES, arguments, lines, losses, work
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
+import hf_sigmoid
+
 import checkpointing  # isort: skip
 import continue_pretrain  # isort: skip
 import held_out  # isort: skip
@@ -31,6 +33,10 @@ def test_bad_input_changes_nothing_on_disk(tiny, corpus_file, damaged, pickled, 
     short.write_text("Emma")
     other.mkdir()
     (other / "thesis.txt").write_text("mine")
+    ssmax = shutil.copytree(tiny, tmp_path / "ssmax")
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    hf_sigmoid.configure(model, "ssmax")
+    model.save_pretrained(ssmax)
     before = sorted(tmp_path.rglob("*"))
     for keys, words in [
         ({"data.path": tmp_path / "absent.txt"}, "no such file"),
@@ -41,6 +47,11 @@ def test_bad_input_changes_nothing_on_disk(tiny, corpus_file, damaged, pickled, 
         ({"model": tmp_path / "absent"}, "absent"),
         ({"attn": "sigmoyd"}, "sigmoyd"),
         ({"output_dir": empty}, "is a file, expected a folder"),
+        (
+            {"model": ssmax, "attn": "sigmoid"},
+            "converted to ssmax, got sigmoid; leave attn out",
+        ),
+        ({"model": ssmax, "attn": "sdpa"}, "was converted to ssmax, got sdpa"),
         ({"attn": "flash_attention_2"}, "with attn flash_attention_2: FlashAttention2"),
         ({"model": damaged}, "expected whole weights, got a damaged model.safetensors"),
         ({"model": pickled}, "pytorch_model.bin: pickles are not loaded"),
