@@ -203,9 +203,13 @@ def _wrap_save(original):
 
 
 def _implementations(config: PreTrainedConfig) -> str | dict | None:
-    """A name, or for a composite model a dict whose "" is the model itself."""
-    section = getattr(config, "hf_sigmoid", None)
-    own = section["function"] if section else config._attn_implementation
+    """A name, or for a composite model a dict whose "" is the model itself.
+
+    Of a converted model that was made to run, and perhaps to train, the other function: that one.
+    """
+    section, own = getattr(config, "hf_sigmoid", None), config._attn_implementation
+    if section and own not in FUNCTIONS:
+        own = section["function"]
     children = {name: _implementations(child) for name, child in sub_configs(config).items()}
     return {"": own, **children} if children else own
 

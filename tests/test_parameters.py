@@ -295,6 +295,23 @@ def test_another_function_than_the_checkpoints_warns(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_model_made_to_run_the_other_function_is_saved_as_what_it_ran(tmp_path):
+    """Else one trained so would come back as the function that it was not trained with."""
+    model = tiny_models.build("llama")
+    hf_sigmoid.configure(model, "ssmax")
+    model.save_pretrained(tmp_path / "ssmax")
+    with pytest.warns(UserWarning, match="about to run 'sigmoid'"):
+        other = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "ssmax", attn_implementation="sigmoid"
+        )
+    other.save_pretrained(tmp_path / "other")
+    with pytest.warns(UserWarning, match="about to run 'sigmoid'"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "other")
+    given = tiny_models.inputs("llama")
+    first, second = (tiny_models.output(each.eval(), **given) for each in (other, again))
+    assert torch.equal(first, second)
+
+
 def test_configure_reaches_every_copy_of_a_config(tmp_path):
     """The stacks of T5 hold copies of the config."""
     config = T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
