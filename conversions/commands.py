@@ -1,6 +1,7 @@
 """What each command of `hf-sigmoid` does: its result as data, and the text that says it."""
 
 import argparse
+import json
 
 from transformers import AutoConfig, AutoTokenizer
 
@@ -88,8 +89,10 @@ def convert(options: argparse.Namespace) -> tuple[dict, str]:
             part=options.part, rope=options.rope, keep_softmax=options.keep_softmax,
         )  # fmt: skip
         fields = {
-            "plan": chosen.to_json(), "rope": options.rope, "keep_softmax": options.keep_softmax
-        }  # fmt: skip
+            "plan": json.loads(chosen.to_json()),
+            "rope": options.rope,
+            "keep_softmax": options.keep_softmax,
+        }
         also = f", its RoPE by {options.rope}" if options.rope else ""
         if options.keep_softmax:
             also += f", but for the {options.keep_softmax} layers that it would change most"

@@ -106,7 +106,8 @@ class Run:
 
     model: str = ""  # a folder, a hub id, or "smollm2"
     output_dir: str = ""
-    attn: str | None = None  # attn_implementation; null: what the checkpoint says
+    # attn_implementation; null: the checkpoint's own, the only one that a converted one takes.
+    attn: str | None = None
     seed: int = 0
     resume: str = "auto"  # "auto": go on from the last complete checkpoint; "none": a fresh folder
     data: Data = field(default_factory=Data)

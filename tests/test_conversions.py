@@ -358,6 +358,8 @@ def test_dry_run_writes_nothing_and_loads_no_weights(source, tmp_path, capsys):
     options = ["--to", "sigmoid", "--layers", "!0", "--dry-run"]
     assert main(["convert", str(tmp_path / "bare"), *options]) == 0
     assert "layers 1, 1 attention modules change, 1 stay softmax" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "bare"), *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["function"] == "sigmoid"
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
     assert main(["convert", source, "--to", "ssmax"]) == 2
     assert "expected a folder to write, or --dry-run" in capsys.readouterr().err
