@@ -34,6 +34,14 @@ def check_arguments(
         )
 
 
+def check_fitting(function: str, calibration: object, stats: object, seed: int | None) -> None:
+    """What only sigmoid's start reads is refused for ssmax, which would not look at it."""
+    fitting = {"--calibrate": calibration, "--stats": stats, "--seed": seed}
+    given = [name for name, value in fitting.items() if value is not None]
+    if given and function == "ssmax":
+        raise ValueError(f"{' and '.join(given)} fit sigmoid's row numbers, got --to ssmax")
+
+
 def check_questions(lengths: Sequence[int] | None, needle: int, longest: int | None) -> None:
     """Lengths that a model can read, and a number of needles."""
     if needle < 0:

@@ -3,10 +3,11 @@
 import argparse
 import json
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from hf_sigmoid import configuration, parameters, support, text
+from hf_sigmoid import configuration, loading, parameters, support, text
 from hf_sigmoid.conversions import texts
+from hf_sigmoid.conversions.checks import check_fitting
 from hf_sigmoid.conversions.compare import Measure, token_windows
 from hf_sigmoid.conversions.convert import convert as write_converted
 from hf_sigmoid.conversions.convert import (
@@ -21,12 +22,11 @@ from hf_sigmoid.conversions.reading import check_mask_token, reader
 from hf_sigmoid.conversions.report import figures
 from hf_sigmoid.conversions.training import convert_training, is_training
 from hf_sigmoid.conversions.verify import differences, runs
-from hf_sigmoid.loading import load as load_part
 
 
 def inspect(options: argparse.Namespace) -> tuple[dict, str]:
     """From the config alone: attention modules, both functions, and the row numbers if any."""
-    config = AutoConfig.from_pretrained(_existing(options.model))
+    _, config = _existing(options.model)
     section = configuration.find_section(config)
     whole = skeleton(config)
     part, part_config = find_part(config, None)
@@ -67,23 +67,23 @@ def inspect(options: argparse.Namespace) -> tuple[dict, str]:
     return found, "\n".join(lines)
 
 
-def _existing(model: str) -> str:
-    """Where a model named on the command line lies; BadInput names one that is not there."""
+def _existing(model: str) -> tuple[str, PreTrainedConfig]:
+    """Where a model named on the command line lies, and its config.
+
+    Raises:
+        BadInput: there is none; the message names it.
+    """
     source = checkpoint(model)
-    load_part(AutoConfig, source)
-    return source
+    return source, loading.load(AutoConfig, source)
 
 
 def convert(options: argparse.Namespace) -> tuple[dict, str]:
-    if options.function == "ssmax":
-        fitting = {"calibrate": options.calibrate, "stats": options.stats, "seed": options.seed}
-        if given := [f"--{name}" for name, value in fitting.items() if value is not None]:
-            raise ValueError(f"{' and '.join(given)} fit sigmoid's row numbers, got --to ssmax")
     if not is_training(options.model):
         _existing(options.model)
     if options.dry_run:
         if is_training(options.model):
             raise ValueError(f"--dry-run plans models, got a training checkpoint, {options.model}")
+        check_fitting(options.function, options.calibrate, options.stats, options.seed)
         chosen = dry_run(
             options.model, options.function, init=options.init, layers=options.layers,
             part=options.part, rope=options.rope, keep_softmax=options.keep_softmax,
@@ -133,11 +133,11 @@ def convert(options: argparse.Namespace) -> tuple[dict, str]:
 
 def verify(options: argparse.Namespace) -> tuple[dict, str]:
     """Logits in every way of running, and perplexity by length."""
-    paths = [_existing(options.against), _existing(options.model)]
-    if not configuration.find_section(AutoConfig.from_pretrained(paths[1])):
+    (original, _), (converted, config) = map(_existing, (options.against, options.model))
+    if not configuration.find_section(config):
         raise ValueError(f"verify compares a converted model, got {options.model} on softmax")
-    before, after = map(load, paths)
-    tokenizer = AutoTokenizer.from_pretrained(paths[0])
+    before, after = load(original), load(converted)
+    tokenizer = AutoTokenizer.from_pretrained(original)
     content = texts.read(
         options.text, text.held_out, "verification", tokenizer, 8 * max(options.lengths)
     ).content
@@ -170,6 +170,7 @@ def verify(options: argparse.Namespace) -> tuple[dict, str]:
 
 
 def revert(options: argparse.Namespace) -> tuple[dict, str]:
+    _existing(options.model)
     exact = revert_checkpoint(
         options.model, options.out, approximate=options.approximate, device_map=options.device_map
     )

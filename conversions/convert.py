@@ -20,6 +20,7 @@ from hf_sigmoid.conversions import report as reports
 from hf_sigmoid.conversions.checks import (
     check_arguments,
     check_disk,
+    check_fitting,
     check_questions,
     check_source,
     check_target,
@@ -117,6 +118,7 @@ def convert(
     # Resolved, so that a link or "." is replaced by name like any other empty folder.
     target = Path(target).resolve()
     check_arguments(function, init, keep_softmax, window, windows)
+    check_fitting(function, calibration, stats, seed)
     check_target(target)
     if push_to_hub is not None:
         hub.check(push_to_hub, source)

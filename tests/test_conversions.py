@@ -538,6 +538,8 @@ def test_command_line_prints_one_line_and_its_errors_too(source, tmp_path, capsy
         (["convert", "MODEL", "OUT", "--to", "ssmax", "--stats", "x"], "--stats fit sigmoid's row"),
         (["convert", "MODEL", "OUT", "--to", "ssmax", "--calibrate", "x"], "got --to ssmax"),
         (["convert", "OUT/absent", "OUT", "--to", "ssmax"], "model OUT/absent: AutoConfig cannot"),
+        (["convert", "MODEL", "--to", "ssmax", "--seed", "3", "--dry-run"], "--seed fit sigmoid's"),
+        (["revert", "OUT/absent", "OUT"], "model OUT/absent: AutoConfig cannot"),
         (["inspect", "OUT/absent"], "model OUT/absent: AutoConfig cannot"),
         (["verify", "OUT/absent", "--against", "MODEL"], "model OUT/absent: AutoConfig cannot"),
         (["verify", "MODEL", "--against", "MODEL"], "compares a converted model, got MODEL"),

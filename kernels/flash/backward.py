@@ -22,6 +22,7 @@ from hf_sigmoid.kernels.flash.tiles import (
     distance,
     dot,
     forgotten,
+    has_terms,
     head_ptr,
     key_range,
     load_intervals,
@@ -345,8 +346,8 @@ def backward(
     lse = strided(log_sum_exp) if is_ssmax else None
     shared = constants(query, key, value, function, softcap, grad_output, output)
     shared["FORM"] = tuning.form("backward", query.dtype)
-    has_terms = softcap > 0 or any(x is not None for x in (mask, alibi_slopes, logit_bias))
-    tile = tuning.tile("dq", function, query.dtype, max(D, V), terms=has_terms)
+    with_terms = has_terms(softcap, mask, alibi_slopes, logit_bias)
+    tile = tuning.tile("dq", function, query.dtype, max(D, V), terms=with_terms)
     programs = triton.cdiv(M, tile.block_m) * B * H
     if programs:
         _backward_dq[(programs,)](
@@ -359,7 +360,7 @@ def backward(
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
-    tile = tuning.tile("dkdv", function, query.dtype, max(D, V), terms=has_terms)
+    tile = tuning.tile("dkdv", function, query.dtype, max(D, V), terms=with_terms)
     query_tiles = triton.cdiv(M, tile.block_m)
     ranges = intervals.new_empty(B, 4, query_tiles)
     if B * query_tiles:

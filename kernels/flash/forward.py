@@ -18,6 +18,7 @@ from hf_sigmoid.kernels.flash.tiles import (
     describe,
     dot,
     forgotten,
+    has_terms,
     head_ptr,
     is_describable,
     key_range,
@@ -280,7 +281,7 @@ def prefill(
     B, H, M, D = query.shape
     N, V = value.shape[2:]
     shared = constants(query, key, value, function, softcap, output)
-    terms = softcap > 0 or any(x is not None for x in (mask, alibi_slopes, logit_bias, max_logit))
+    terms = has_terms(softcap, mask, alibi_slopes, logit_bias, max_logit)
     # Whole tiles only: whether a descriptor may reach beyond its tensor's dims is not documented.
     described = not terms and (shared["BLOCK_D"], shared["BLOCK_V"]) == (D, V)
     described = described and is_describable(key) and is_describable(value)

@@ -37,6 +37,11 @@ def strided(tensor: Tensor | None) -> Strided | None:
     return Strided(tensor, tensor.stride())
 
 
+def has_terms(softcap: float, *terms: Tensor | None) -> bool:
+    """Whether a call has one of the terms for which `tuning.tile` keeps rows of their own."""
+    return softcap > 0 or any(term is not None for term in terms)
+
+
 def is_describable(tensor: Tensor) -> bool:
     """Whether the copy engine of Hopper can read tiles of a [B, G, N, X] tensor.
 

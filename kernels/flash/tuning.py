@@ -68,8 +68,9 @@ HALF |= {
 AMPERE = HALF | {"dq": HALF["dq"] | {64: Tile(128, 64, 8, 2)}}
 # Products are asynchronous: one tile's activation runs under the product of the last one's weights
 # with its values. Weights that wait in 32 bits cost no instruction, packed ones half of one a score
-# but also half of the registers. At dim 128 a thread's registers hold the addresses of 64 keys, or
-# with the copy engine, which needs none, 128; ssmax's rescaling leaves no room for those either.
+# but also half of the registers. At dim 128 with 128 keys 32 bits fit only where the copy engine
+# reads, for which a thread needs no addresses; by pointers they are packed. ssmax, which rescales
+# too, has 64 keys there.
 HOPPER = HALF | {
     "forward": HALF["forward"]
     | {
