@@ -9,10 +9,11 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from hf_sigmoid import configuration, parameters, support
+from hf_sigmoid import parameters, support
 from hf_sigmoid.conversions.models import find_part, model_class
 from hf_sigmoid.conversions.plan import check_config, check_init, parse_layers
 from hf_sigmoid.conversions.reading import check_reads_text
+from hf_sigmoid.layer_types import layer_count
 
 
 def check_arguments(
@@ -59,7 +60,7 @@ def check_source(
     cls = model_class(config)
     check_reads_text(cls)
     if isinstance(layers, str):
-        layers = parse_layers(layers, configuration.layer_count(find_part(config, part)[1]))
+        layers = parse_layers(layers, layer_count(find_part(config, part)[1]))
     part, layers = check_config(config, layers, part)
     if part is None:
         support.check_class(cls, config, function)

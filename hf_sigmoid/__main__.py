@@ -6,8 +6,10 @@
     accelerate launch -m hf_sigmoid -m lm_eval …
 
 This process imports hf_sigmoid, then becomes the script or module, as `python` itself would run it.
+Python processes that it starts (accelerate's launcher, TRL's command line, workers) import it too.
 """
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -24,6 +26,9 @@ def main() -> None:
         return
     if not given or given == ["-m"] or (given[0].startswith("-") and given[0] != "-m"):
         sys.exit(f"{USAGE}\ngot {' '.join(given) or 'nothing'}")
+    children = str(Path(__file__).resolve().parent / "child_processes")
+    paths = [children, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if given[0] == "-m":
         sys.argv = given[1:]  # sys.path[0] is the working directory already
         runpy.run_module(given[1], run_name="__main__", alter_sys=True)

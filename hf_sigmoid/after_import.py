@@ -12,6 +12,7 @@ import sys
 
 # What is called after which module is loaded.
 HOOKS = {
+    "transformers.configuration_utils": ("hf_sigmoid.layer_types", "register"),
     "transformers.modeling_utils": ("hf_sigmoid.registration", "register"),
     "peft.tuners.tuners_utils": ("hf_sigmoid.guards", "guard_peft"),
     "peft.peft_model": ("hf_sigmoid.guards", "guard_peft_model"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_sigmoid.layer_types import layer_count
 from hf_sigmoid.parameters import (
     FUNCTIONS,
     HOLDER,
@@ -194,13 +195,6 @@ def check_layers(layers: Sequence[int], config: PreTrainedConfig) -> list[int]:
             last = f" to {count - 1}" if isinstance(count, int) else ""
             raise ValueError(f"layers must be indices from 0{last}, got {layer!r}")
     return sorted(set(layers))
-
-
-def layer_count(config: PreTrainedConfig) -> int | None:
-    """How many layers a model has; an encoder-decoder as many as its deeper stack."""
-    names = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
-    counts = [getattr(config, name, None) for name in names]
-    return max((count for count in counts if isinstance(count, int)), default=None)
 
 
 def find_section(config: PreTrainedConfig) -> dict | None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-FUNCTIONS = ("sigmoid", "ssmax")
+from hf_sigmoid.layer_types import FUNCTIONS
+
 HOLDER = "log_length"  # the holder's name on an attention module, and so in a checkpoint
 
 

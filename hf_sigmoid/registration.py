@@ -7,7 +7,6 @@ transformers' own result for a model that does not use us. Reasons, one by one, 
 """
 
 import functools
-import inspect
 import re
 import warnings
 
@@ -19,7 +18,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from hf_sigmoid import configuration, masks, parameters, support
+from hf_sigmoid import configuration, layer_types, masks, parameters, support, wraps
 from hf_sigmoid.attention import attention
 from hf_sigmoid.configuration import sub_configs
 from hf_sigmoid.parameters import FUNCTIONS, HOLDER, LogLength
@@ -36,27 +35,8 @@ def register() -> None:
     if "sigmoid" in AttentionInterface._global_mapping:
         return
     _check_versions()
-    for target, name, _, arguments in WRAPS:
-        original = inspect.getattr_static(target, name, None)
-        plain = original.__func__ if isinstance(original, staticmethod) else original
-        given = list(inspect.signature(plain).parameters) if plain is not None else []
-        if given[: len(arguments)] != arguments:
-            raise ImportError(
-                f"hf_sigmoid wraps transformers' {target.__name__}.{name}{tuple(arguments)}, "
-                f"but transformers {transformers.__version__} has {given}: "
-                "install a tested release "
-                f"({' to '.join(TESTED['transformers'])})"
-            )
-    for target, name, wrap, _ in WRAPS:
-        original = inspect.getattr_static(target, name)
-        if isinstance(original, staticmethod):
-            setattr(
-                target,
-                name,
-                staticmethod(functools.wraps(original.__func__)(wrap(original.__func__))),
-            )
-        else:
-            setattr(target, name, functools.wraps(original)(wrap(original)))
+    layer_types.register()
+    wraps.install(WRAPS)
     names = PreTrainedConfig._attn_implementation
     PreTrainedConfig._attn_implementation = property(names.fget, _wrap_name(names.fset))
     for function in FUNCTIONS:
@@ -276,41 +256,37 @@ def _wrap_continuous_batching(original):
     return switch_to_cb_friendly_attn
 
 
-# Class, method, wrap, and the first arguments that the wrap relies on.
 WRAPS = [
-    (PreTrainedModel, "post_init", _wrap_post_init, ["self"]),
-    (
+    wraps.Wrap(PreTrainedModel, "post_init", _wrap_post_init, ["self"]),
+    wraps.Wrap(
         PreTrainedModel,
         "_check_and_adjust_attn_implementation",
         _wrap_check,
         ["self", "attn_implementation", "is_init_check", "allow_all_kernels"],
     ),
-    (
+    wraps.Wrap(
         PreTrainedModel,
         "get_correct_attn_implementation",
         _wrap_get_correct,
         ["self", "requested_attention", "is_init_check"],
     ),
-    (
+    wraps.Wrap(
         PreTrainedModel,
         "_initialize_weights",
         _wrap_initialize,
         ["self", "module", "is_custom_code"],
     ),
-    (
+    wraps.Wrap(
         PreTrainedModel,
         "_finalize_model_loading",
         _wrap_finalize,
         ["model", "load_config", "loading_info"],
     ),
-    (
-        PreTrainedModel,
-        "set_attn_implementation",
-        _wrap_set,
-        ["self", "attn_implementation"],
+    wraps.Wrap(
+        PreTrainedModel, "set_attn_implementation", _wrap_set, ["self", "attn_implementation"]
     ),
-    (PreTrainedModel, "save_pretrained", _wrap_save, ["self", "save_directory"]),
-    (
+    wraps.Wrap(PreTrainedModel, "save_pretrained", _wrap_save, ["self", "save_directory"]),
+    wraps.Wrap(
         ContinuousBatchingManager,
         "switch_to_cb_friendly_attn",
         _wrap_continuous_batching,
