@@ -103,12 +103,15 @@ def _wrap_set(original):
             own = own.get("", self.config._attn_implementation)
         if own in FUNCTIONS:
             support.check_class(type(self), self.config, own)
+        was_sigmoid = support.runs_unconverted_sigmoid(self)
         with support.unchanged_on_error(self):
             original(self, attn_implementation, *args, **kwargs)
             requested = (
                 None if isinstance(attn_implementation, str) else support.wishes(self.config)
             )
             support.check_model(self, requested)
+        if support.runs_unconverted_sigmoid(self) and not was_sigmoid:
+            support.warn_of_softmax_weights(self)
 
     return set_attn_implementation
 
@@ -231,6 +234,9 @@ def _wrap_finalize(original):
                     f"config.json's section hf_sigmoid ({dict(section) if section else 'absent'}) "
                     f"does not agree with: {shown}"
                 )
+        support.remember_source(model, str(load_config.pretrained_model_name_or_path))
+        if support.runs_unconverted_sigmoid(model):
+            support.warn_of_softmax_weights(model)
         for _, module in parameters.holders(model):
             section = module.config.hf_sigmoid
             for parameter in module._modules[HOLDER].parameters():

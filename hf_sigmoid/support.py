@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
@@ -30,6 +31,11 @@ OWN_MASKS = {
     "gemma4_assistant": "turns its attention mask around, with the config of a model that does not",
     "gemma4_unified_assistant": "turns its attention mask around, as gemma4_assistant does",
 }
+
+
+# An attribute of a model: where its weights were loaded from.
+SOURCE = "_hf_sigmoid_source"
+_LIBRARIES = ("transformers", "hf_sigmoid")
 
 
 class Unsupported(ValueError):
@@ -200,6 +206,48 @@ def is_part(model: "PreTrainedModel") -> bool:
         if isinstance(owner, PreTrainedModel) and owner is not model:
             return True
     return False
+
+
+# Weights that sigmoid attention makes noise of
+
+
+def remember_source(model: "PreTrainedModel", source: str | None) -> None:
+    """Where the weights of a model, and of its parts, were loaded from; None: they have changed."""
+    for part in _models(model):
+        part.__dict__[SOURCE] = source
+
+
+def runs_unconverted_sigmoid(model: "PreTrainedModel") -> bool:
+    """Does a part run sigmoid that no config.json said, on weights that were loaded?"""
+    from hf_sigmoid.configuration import Section
+
+    sections = (
+        getattr(config, "hf_sigmoid", None)
+        for config in configs(model)
+        if config._attn_implementation == "sigmoid"
+    )
+    loaded = model.__dict__.get(SOURCE) is not None
+    return loaded and any(
+        isinstance(section, Section) and section["function"] == "sigmoid" for section in sections
+    )
+
+
+def warn_of_softmax_weights(model: "PreTrainedModel") -> None:
+    """Once: what weights that were trained with softmax give under sigmoid."""
+    warnings.warn(
+        f"{model.__dict__[SOURCE]} was not saved as a sigmoid model and runs sigmoid attention "
+        "now: weights trained with softmax give noise under it. Convert it first (hf-sigmoid "
+        "convert MODEL OUT --to sigmoid), then heal it by training",
+        stacklevel=_outside_transformers(),
+    )
+
+
+def _outside_transformers() -> int:
+    """The `stacklevel`, for the caller, of the code that called transformers or this package."""
+    frame, level = sys._getframe(1), 1
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def refuse_sinks(module: nn.Module, path: str = "") -> NoReturn:

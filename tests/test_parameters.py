@@ -1,5 +1,6 @@
 """Holders and the config's section: attached, saved, loaded, refused when they disagree."""
 
+import functools
 import json
 import math
 import subprocess
@@ -78,19 +79,6 @@ def test_save_and_load_in_a_fresh_process(tmp_path, function):
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == [function]
-
-
-def test_without_the_plugin_transformers_refuses_the_checkpoint(tmp_path):
-    tiny_models.converted("llama", "ssmax").save_pretrained(tmp_path)
-    code = (
-        "import sys\nfrom transformers import AutoModelForCausalLM\n"
-        "AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
-    )
-    assert run.returncode != 0
-    assert 'ValueError: Specified `attn_implementation="ssmax"` is not supported' in run.stderr
 
 
 @every_function
@@ -293,6 +281,32 @@ def test_another_function_than_the_checkpoints_warns(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_sigmoid_on_softmax_weights_warns_once_and_names_convert(tmp_path):
+    tiny_models.build("llama").save_pretrained(tmp_path / "softmax")
+    hf_sigmoid.configure(config := AutoConfig.from_pretrained(tmp_path / "softmax"), "sigmoid")
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, tmp_path / "softmax")
+    said = "noise under it. Convert it first .hf-sigmoid convert"
+    for run in (
+        lambda: load(attn_implementation="sigmoid"),
+        lambda: load(config=config),
+        lambda: load().set_attn_implementation("sigmoid"),
+        lambda: hf_sigmoid.configure(load(), "sigmoid", slope=-1.0),
+    ):
+        with pytest.warns(UserWarning, match=said) as warned:
+            run()
+        assert len(warned) == 1 and warned[0].filename == __file__
+
+
+def test_sigmoid_where_it_belongs_warns_of_nothing(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = tiny_models.converted("llama", "sigmoid")
+        model.save_pretrained(tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        tiny_models.build("gpt2", attn_implementation="sigmoid").set_attn_implementation("sdpa")
+        tiny_models.build("gpt2").set_attn_implementation("sigmoid")
 
 
 def test_a_model_made_to_run_the_other_function_is_saved_as_what_it_ran(tmp_path):
