@@ -163,7 +163,8 @@ def _attention(function, query, key, value, scaling, row, visible, is_causal, so
         visible, is_causal = _simplest(visible, is_causal, M, N)
         small = visible is not None and B * M * N <= DENSE_MASK_ELEMENTS
         if small or (visible is None and (not is_causal or M == N or M == 1)):
-            return _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout)
+            with torch.autocast(query.device.type, enabled=False):  # it would round c q again
+                return _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout)
 
     intervals, mask = _intervals(visible, B, M, N, is_causal, query.device)
     if mask is not None:
@@ -213,14 +214,20 @@ def _simplest(visible, is_causal, M, N):
 
 
 def _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout):
-    """softmax_n((c_m q_m)·k_n): any softmax kernel is ssmax on scaled queries."""
+    """softmax_n((c_m q_m)·k_n): any softmax kernel is ssmax on scaled queries.
+
+    c q is rounded to query's dtype by a kernel of that dtype: in 16 bits only if c is 1.
+    """
     B, H, M, _ = query.shape
     G, N = key.shape[1:3]
+    dtype = query.dtype
+    if dtype != row.dtype and not _is_one(row):
+        query, key, value = (tensor.to(row.dtype) for tensor in (query, key, value))
     query = (query * row.unsqueeze(-1)).to(query.dtype)
     # As transformers does, so that a multiplier of 1 gives its softmax to the last bit.
     grouped = {"enable_gqa": True} if visible is None and H != G else {}
     if visible is None:
-        return torch.nn.functional.scaled_dot_product_attention(
+        output = torch.nn.functional.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -229,6 +236,7 @@ def _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout
             scale=scaling,
             **grouped,
         )
+        return output.to(dtype)
     intervals, shown = _intervals(visible, B, M, N, is_causal, query.device)
     if shown is None or is_causal:
         columns = torch.arange(N, device=query.device)
@@ -241,7 +249,14 @@ def _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=shown | empty, dropout_p=dropout, scale=scaling
     )
-    return output.masked_fill(empty, 0.0)
+    return output.masked_fill(empty, 0.0).to(dtype)
+
+
+def _is_one(row: Tensor) -> bool:
+    """Is it known to be 1 everywhere? Values are not looked at in a graph."""
+    if torch.compiler.is_compiling() or row.is_meta:
+        return False
+    return bool((row == 1).all())
 
 
 def _intervals(visible, B, M, N, is_causal, device):

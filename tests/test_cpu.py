@@ -33,6 +33,13 @@ def test_reference_in_the_inputs_dtype_is_right(problem):
     oracles.check(problem, "reference")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", ["none", "dense"])
+def test_ssmax_in_16_bits_does_not_round_its_logits(dtype, mask):
+    for problem in oracles.sharp(dtype, mask):
+        oracles.check(problem, "torch")
+
+
 @pytest.mark.parametrize("function", ["sigmoid", "ssmax"])
 def test_gradients_agree_with_finite_differences(function):
     generator = torch.Generator().manual_seed(1)

@@ -107,6 +107,13 @@ def test_every_term_at_once_in_bfloat16(function):
     oracles.check(problem, "triton")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", ["none", "dense"])
+def test_ssmax_in_16_bits_does_not_round_its_logits(dtype, mask):
+    for problem in oracles.sharp(dtype, mask):
+        oracles.check(problem, "triton")
+
+
 @FUNCTIONS
 @pytest.mark.parametrize("multiplier", [-1.5, 0.0])
 def test_row_numbers_of_either_sign(function, multiplier):
