@@ -58,9 +58,10 @@ def check(function, query, key, value, scaling, row, visible, softcap, alibi_slo
         _check_broadcast("logit_bias", logit_bias, (B, H, M, N))
     if sinks is not None and tuple(sinks.shape) != (H,):
         raise ValueError(f"sinks must be {[H]}, got {list(sinks.shape)}")
-    if scaling is not None and not math.isfinite(scaling):
+    # Compared, and not asked by math.isfinite: a compiler's symbolic number is no float.
+    if scaling is not None and not -math.inf < scaling < math.inf:
         raise ValueError(f"scaling must be finite, got {scaling}")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+    if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive and finite, or None, got {softcap}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
@@ -70,7 +71,7 @@ def _check_row(name, row, shape, device):
     if not isinstance(row, Tensor):
         if isinstance(row, bool) or not isinstance(row, (int, float)):
             raise ValueError(f"{name} must be a float or a tensor, got {type(row).__name__}")
-        if not math.isfinite(row):
+        if not -math.inf < row < math.inf:
             raise ValueError(f"{name} must be finite, got {row}")
         return
     if not row.is_floating_point():

@@ -103,14 +103,16 @@ def interval_mask(
             rows = torch.arange(1, q_length + 1, dtype=torch.int32, device=device)
             hi = torch.minimum(hi, (rows + (q_offset - kv_offset)).clamp(min=0).to(torch.int32))
         return torch.stack([0 * hi, hi], -1).expand(batch_size, 1, q_length, 2)
-    # A compiler fuses mask and reductions, and must not see a loop whose length depends on a shape.
-    elements = BLOCK_ELEMENTS["cpu" if torch.device(device).type == "cpu" else "other"]
-    step = (
-        q_length if torch.compiler.is_compiling() else max(1, elements // (batch_size * kv_length))
-    )
-    parts = [
-        _reduce(dense(start, min(step, q_length - start))) for start in range(0, q_length, step)
-    ]
+    if torch.compiler.is_compiling():
+        # A compiler fuses mask and reductions, and must not see a loop whose length depends on a
+        # shape: a length that may vary would become this one.
+        parts = [_reduce(dense(0, q_length))]
+    else:
+        elements = BLOCK_ELEMENTS["cpu" if torch.device(device).type == "cpu" else "other"]
+        step = max(1, elements // (batch_size * kv_length))
+        parts = [
+            _reduce(dense(start, min(step, q_length - start))) for start in range(0, q_length, step)
+        ]
     lo, hi, count = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     contiguous = (count == hi - lo).all()
     if torch.compiler.is_compiling():

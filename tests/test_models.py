@@ -300,6 +300,43 @@ def test_model_compiles_to_one_graph(function):
 
 
 @every_function
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_one_graph_serves_every_length(family, function, padded):
+    """Scalings and soft caps are symbols in it, too."""
+    model = tiny_models.converted(family, function)
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    for rows, length in ((2, 12), (3, 17), (2, 9)):
+        given = {"input_ids": tiny_models.tokens(rows, length), "use_cache": False}
+        if padded:
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
+            given["attention_mask"][0, :3] = 0
+        wanted, found = (tiny_models.output(each, **given)[1:] for each in (model, compiled))
+        torch.testing.assert_close(found, wanted, **TOLERANCE)
+    assert len(graphs) <= 2  # one for sizes seen once, one for any
+
+
+@every_function
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_an_exported_model_takes_other_lengths(family, function, strict):
+    model = tiny_models.converted(family, function)
+    length = torch.export.Dim("length", min=2, max=60)
+    given = {"input_ids": tiny_models.tokens(2, 12), "use_cache": False}
+    dynamic = {"input_ids": {1: length}, "use_cache": None}
+    exported = torch.export.export(model, (), given, dynamic_shapes=dynamic, strict=strict)
+    given["input_ids"] = tiny_models.tokens(2, 29)
+    found = exported.module()(**given).logits
+    torch.testing.assert_close(found, tiny_models.output(model, **given), **TOLERANCE)
+
+
+@every_function
 def test_continuous_batching_equals_generate(function):
     from transformers import GenerationConfig
 
