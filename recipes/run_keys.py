@@ -17,6 +17,7 @@ class Data:
     split: str = "train"
     revision: str | None = None
     field: str = "text"  # the key of the text in a row
+    bad_text: str = "refuse"  # what is not Unicode, or "replace" it by U+FFFD
     streaming: bool = False  # read `dataset` while training instead of before it
     mixture: list[dict[str, Any]] | None = None  # sources with the keys above and a `weight`
     append_eos: bool = True  # end every document with the tokenizer's end-of-text token
@@ -212,6 +213,7 @@ class Distil:
 TRAINED = ("numbers", "projections", "lora")
 CHOICES = {
     "resume": ("auto", "none"),
+    "data.bad_text": ("refuse", "replace"),
     "train.precision": ("fp32", "bf16"),
     "train.parameters": ("all", "attention", "log_length", "lora"),
     "lora.targets": ("attention", "all-linear"),

@@ -17,8 +17,8 @@ from test_eval_tasks import TOKENIZERS, builder, tokenizer
 from hf_sigmoid import text
 from hf_sigmoid.evals import clopper_pearson, export, parse
 from hf_sigmoid.evals.answers import written
-from hf_sigmoid.evals.haystack_text import read_haystack
 from hf_sigmoid.evals.metric import metric_path
+from hf_sigmoid.text import sources
 
 BYTES = "byte-level BPE"
 WORD = {
@@ -328,7 +328,7 @@ def folder(tmp_path) -> Path:
 
 
 def read(given, tokens: int = 40):
-    return read_haystack(given, tokenizer(BYTES), tokens)
+    return sources.read(given, text.austen, "haystack", tokenizer(BYTES), tokens)
 
 
 def test_without_a_text_it_is_the_novel_whole():
