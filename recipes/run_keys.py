@@ -8,16 +8,14 @@ from typing import Any
 class Data:
     """What is trained on: files, a data set of the hub, or a weighted mixture of such sources."""
 
-    path: str | list[str] | None = (
-        None  # .txt (a document each), .jsonl, .parquet, folders of them,
-    )
+    path: str | list[str] | None = None  # files, folders or patterns: hf_sigmoid/text/formats.py,
     # or "builtin", the novel's training chapters, which is what null means without the next keys
     dataset: str | None = None  # a data set's name on the hub, or its folder
     subset: str | None = None  # its configuration
     split: str = "train"
     revision: str | None = None
     field: str = "text"  # the key of the text in a row
-    bad_text: str = "refuse"  # what is not Unicode, or "replace" it by U+FFFD
+    bad_text: str = "refuse"  # or "replace" what is not Unicode by U+FFFD
     streaming: bool = False  # read `dataset` while training instead of before it
     mixture: list[dict[str, Any]] | None = None  # sources with the keys above and a `weight`
     append_eos: bool = True  # end every document with the tokenizer's end-of-text token

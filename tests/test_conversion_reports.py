@@ -364,7 +364,7 @@ def test_a_data_set_needs_its_package(documents, monkeypatch):
 
 def test_bytes_that_are_not_text_are_named(tmp_path):
     (tmp_path / "picture").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"must be UTF-8, got .*picture"):
+    with pytest.raises(ValueError, match=r"text: .*picture is not UTF-8 text"):
         read(tmp_path / "picture")
 
 

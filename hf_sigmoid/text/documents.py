@@ -45,7 +45,7 @@ class Reading:
 
     def no_field(self, where: object, what: str, known: Iterable[Any]) -> BadInput:
         """For a row without the field; `what` is what it has instead, "key" or "column"."""
-        names = ", ".join(sorted(str(name)[:40] for name in known)) or "none"
+        names = ", ".join(sorted(str(name)[:40] for name in known)[:20]) or "none"
         chosen = f" ({self.prefix}field)" if self.prefix else ""
         return self.error(f"{where} has no {what} {self.field!r}{chosen}; its {what}s are {names}")
 
@@ -108,11 +108,10 @@ def documents(file: Path, reading: Reading) -> Iterator[str]:
 
 def text_start(head: bytes, file: Path, reading: Reading) -> int:
     """Where the text of a file begins, behind a byte order mark; `head` is its first 64 bytes."""
-    # ASCII in UTF-16 is every second byte 0. That is no text with some bad bytes in it.
-    if head.startswith(_UTF_16_OR_32) or 4 * head.count(0) > len(head):
-        raise reading.error(
-            f"{file} is not UTF-8 text: it begins like UTF-16, UTF-32 or what is no text at all"
-        )
+    # Another encoding is no text with some bad bytes in it. ASCII in UTF-16 is every second byte 0.
+    zeros = max(head[::2].count(0), head[1::2].count(0))
+    if head.startswith(_UTF_16_OR_32) or 3 * len(head) < 8 * zeros:
+        raise reading.error(f"{file} is not UTF-8 text: it begins like UTF-16 or UTF-32")
     return len(_BOM) if head.startswith(_BOM) else 0
 
 

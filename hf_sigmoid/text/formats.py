@@ -55,9 +55,9 @@ def title(path: str | Path) -> str:
 def find(paths: Paths, key: str, *, with_markdown: bool = False) -> list[Path]:
     """The files of files, folders and patterns such as `texts/*.jsonl`, each of them once.
 
-    A folder stands for the files of known formats below it, by path, hidden ones and what is in
-    hidden folders left out: `.json` beside others is what a program noted about them, and `.md`
-    beside rows is their card.
+    A folder stands for the files of known formats below it, by path. Hidden ones and what is in
+    hidden folders are left out, and so is what goes with text and is none: `.json` beside other
+    formats, where programs keep notes, and `.md` beside rows, their card.
 
     Args:
         key: what an error calls the paths, "data.path".
@@ -114,8 +114,7 @@ def _below(folder: Path, with_markdown: bool) -> list[Path]:
     formats = {file: each for file, each in formats.items() if each}
     kinds = set(formats.values())
     if kinds - {".md", ".json"}:
-        text_alone = kinds <= {".txt", ".md", ".json"}
-        kinds -= {".json"} if with_markdown and text_alone else {".md", ".json"}
+        kinds -= {".json"} if with_markdown and ".txt" in kinds else {".md", ".json"}
     elif ".md" in kinds:
         kinds = {".md"}
     return sorted(file for file, each in formats.items() if each in kinds)
