@@ -81,9 +81,7 @@ class TrainCheckpoint(Checkpoint):
 class Watch:
     """What is measured while training, beside the loss."""
 
-    path: str | list[str] | None = (
-        None  # held-out .txt files, "builtin" (the novel's last chapters)
-    )
+    path: str | list[str] | None = None  # held-out files, "builtin" (the novel's last chapters)
     every: int = 50  # steps between evaluations; there is one at the end
     windows: int = 8  # of train.block_size tokens, spread over each file
     needle: list[int] | None = None  # prompt lengths, in tokens, of a small needle probe
@@ -162,7 +160,7 @@ class EndToEnd:
 class Evaluate:
     """Perplexity of the student on held-out text, in the log beside the losses."""
 
-    path: str | list[str] | None = None  # .txt files; null: none
+    path: str | list[str] | None = None  # held-out files; null: none
     every: int = 50  # steps; and at the end
     windows: int = 8  # of train.block_size tokens, spread over each file
 

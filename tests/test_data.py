@@ -24,6 +24,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 import corpus  # noqa: E402
+import held_out  # noqa: E402
 import packing  # noqa: E402
 import reading_order  # noqa: E402
 import text_files  # noqa: E402
@@ -486,8 +487,11 @@ def test_hidden_files_and_what_is_given_twice_do_not_change_a_corpus(tmp_path):
     (tmp_path / "info.json").write_text("{}")
     for path in (str(tmp_path), [str(tmp_path), str(file)], f"{tmp_path}/*.jsonl"):
         assert opened(path=path).fingerprint == before
-    hidden = str(tmp_path / ".ipynb_checkpoints")
-    assert read(opened(path=[str(file), hidden])) == ["one", "two"] * 2
+    hidden = tmp_path / ".ipynb_checkpoints"
+    assert read(opened(path=[str(file), str(hidden)])) == ["one", "two"] * 2
+    (hidden / "a-checkpoint.jsonl").unlink()
+    write_table(hidden / ".a.PARQUET", ["three"])
+    assert read(opened(path=[str(file), str(hidden / ".a.PARQUET")])) == ["one", "two", "three"]
 
 
 BAD = '{"text": "half \\ud83d"}\n'
@@ -567,6 +571,29 @@ def test_bad_text_is_refused_with_its_place_or_replaced(
     assert read(found)[-1] == "half \ufffd"
     mixed = opened(mixture=[{**keys, "bad_text": "replace", "weight": 1}])
     assert read(mixed) == read(found) and mixed.fingerprint == found.fingerprint
+
+
+def test_null_is_a_blank_document_of_a_stream(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": None}, {"text": "b"}])
+    found = opened(path=str(file), streaming=True)
+    assert list(found.sources[0].windows(0, 0, 2)) == [["a", ""], ["b"]]
+    assert read(found) == ["a", "b"]
+
+
+def test_held_out_text_is_read_like_any_other(tmp_path):
+    rows = write_lines(tmp_path / "rows.jsonl", [{"text": "one"}, {"text": ""}, {"text": "two"}])
+    (tmp_path / "text.txt").write_bytes(b"a\r\nb")
+    found = held_out.read_texts([str(rows), str(tmp_path / "text.txt"), "builtin"])
+    assert found == {"rows": "one\n\ntwo", "text": "a\nb", "builtin": text.held_out()}
+    (tmp_path / "rows.md").write_text("a")
+    (tmp_path / "a.ndjson").write_text(BAD)
+    for given_paths, words in (
+        ([str(rows), str(tmp_path / "rows.md")], "expected files of different names, got two rows"),
+        (str(tmp_path / "absent.txt"), "no such file: .*absent"),
+        (str(tmp_path / "a.ndjson"), "line 1 has half a surrog"),
+    ):
+        with pytest.raises(BadInput, match=rf"^evaluate\.path: .*{words}"):
+            held_out.read_texts(given_paths)
 
 
 def test_what_becomes_of_bad_text_is_one_of_two(tmp_path):

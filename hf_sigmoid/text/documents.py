@@ -33,12 +33,14 @@ class Reading:
         field: the key or column of the text in a row.
         bad_text: REFUSE or REPLACE.
         prefix: of the keys that choose `field` and `bad_text`, "data."; None where there are none.
+        null_is_blank: whether null in the place of a text is an empty document, or an error.
     """
 
     key: str
     field: str = "text"
     bad_text: str = REFUSE
     prefix: str | None = None
+    null_is_blank: bool = False
 
     def error(self, message: str) -> BadInput:
         return BadInput(f"{self.key}: {message}")
@@ -70,6 +72,8 @@ class Reading:
         Args:
             where: the file and the line; turned into a string for an error only.
         """
+        if value is None and self.null_is_blank:
+            return ""
         if not isinstance(value, str):
             raise self.error(f"{where}: {self.field!r} is not text but {type(value).__name__}")
         if value.isascii() or not (half := _HALF_PAIR.search(value)):
