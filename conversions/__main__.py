@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rope", metavar="CHANGE",
         help="ssmax: also change the RoPE by theta:F, ntk:F or yarn:F, to F times the positions",
     )  # fmt: skip
-    text = "files, folders of .txt and .md, or dataset:NAME[:CONFIG[:SPLIT[:FIELD]]]"
+    text = "files or folders of text or rows, or dataset:NAME[:CONFIG[:SPLIT[:FIELD]]]"
     convert.add_argument(
         "--calibrate", metavar="TEXT", nargs="+",
         help=f"text to fit sigmoid's row numbers on: {text}",

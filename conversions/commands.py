@@ -6,7 +6,6 @@ import json
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from hf_sigmoid import configuration, loading, parameters, support, text
-from hf_sigmoid.conversions import texts
 from hf_sigmoid.conversions.checks import check_fitting
 from hf_sigmoid.conversions.compare import Measure, token_windows
 from hf_sigmoid.conversions.convert import convert as write_converted
@@ -22,6 +21,7 @@ from hf_sigmoid.conversions.reading import check_mask_token, reader
 from hf_sigmoid.conversions.report import figures
 from hf_sigmoid.conversions.training import convert_training, is_training
 from hf_sigmoid.conversions.verify import differences, runs
+from hf_sigmoid.text import sources
 
 
 def inspect(options: argparse.Namespace) -> tuple[dict, str]:
@@ -138,7 +138,7 @@ def verify(options: argparse.Namespace) -> tuple[dict, str]:
         raise ValueError(f"verify compares a converted model, got {options.model} on softmax")
     before, after = load(original), load(converted)
     tokenizer = AutoTokenizer.from_pretrained(original)
-    content = texts.read(
+    content = sources.read(
         options.text, text.held_out, "verification", tokenizer, 8 * max(options.lengths)
     ).content
     ids = token_windows(tokenizer, content, min(options.lengths), 2)[:, :256]

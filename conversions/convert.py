@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hf_sigmoid import configuration, text
 from hf_sigmoid.conversions import card as cards
-from hf_sigmoid.conversions import folding, hub, pictures, texts
+from hf_sigmoid.conversions import folding, hub, pictures
 from hf_sigmoid.conversions import report as reports
 from hf_sigmoid.conversions.checks import (
     check_arguments,
@@ -44,6 +44,7 @@ from hf_sigmoid.conversions.rope import RECORD as ROPE
 from hf_sigmoid.conversions.rope import change_rope, check_rope
 from hf_sigmoid.conversions.stages import Stages
 from hf_sigmoid.conversions.starts import calibration_sums, to_sigmoid, to_ssmax
+from hf_sigmoid.text import sources
 
 STATISTICS = "stats.safetensors"
 
@@ -58,8 +59,8 @@ def convert(
     part: str | None = None,
     keep_softmax: int = 0,
     rope: str | None = None,
-    calibration: texts.Given = None,
-    evaluation: texts.Given = None,
+    calibration: sources.Given = None,
+    evaluation: sources.Given = None,
     stats: str | Path | None = None,
     window: int = 512,
     windows: int = 32,
@@ -88,7 +89,7 @@ def convert(
         rope: ssmax only: "theta:F", "ntk:F" or "yarn:F", another RoPE as well, see `rope.py`. Not
             an identity.
         calibration: text that sigmoid's row numbers are fitted on, files or "dataset:NAME", see
-            `texts.py`; None takes the built-in text.
+            `text/sources.py`; None takes the built-in text.
         evaluation: text for the perplexities and needles; None takes the built-in text's held-out
             chapters.
         stats: `stats.safetensors` of an earlier conversion of the same model, instead of another
@@ -138,14 +139,14 @@ def convert(
         raise ValueError(f"window must be at most the model's {longest} positions, got {window}")
     reach = longest if change is None else change.positions(config)
     check_questions(lengths, needle, reach)
-    evaluation_text = texts.read(
+    evaluation_text = sources.read(
         evaluation, text.held_out, "evaluation", tokenizer, windows * max(window, *(lengths or [0]))
     )
     questions = Questions(
         tokenizer, evaluation_text.content, window=window, windows=windows, lengths=lengths,
         needle=needle, positions=reach,
     )  # fmt: skip
-    calibration_text = texts.read(
+    calibration_text = sources.read(
         calibration, text.train, "calibration", tokenizer, windows * window, seed=seed
     )
     calibration_ids = token_windows(

@@ -14,8 +14,8 @@ from hf_sigmoid.conversions.plan import Plan, apply, check_init, check_reached, 
 from hf_sigmoid.conversions.reading import reader
 from hf_sigmoid.conversions.revert import revert
 from hf_sigmoid.conversions.stages import Stages
-from hf_sigmoid.conversions.texts import Text
 from hf_sigmoid.conversions.verify import differences, runs, unreached
+from hf_sigmoid.text.sources import Text
 
 # Equal logits: the same sums in the same order, or (padding takes another path) another order in
 # float32.

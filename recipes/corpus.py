@@ -16,6 +16,8 @@ import text_files
 from errors import BadInput
 
 from hf_sigmoid import text
+from hf_sigmoid.text.documents import REFUSE, REPLACE, Reading
+from hf_sigmoid.text.formats import find, format_of, title
 
 BUILTIN = "builtin"
 SAMPLED = 10_000  # documents whose text is in the fingerprint of a larger source
@@ -27,9 +29,7 @@ class Given:
     """Where a run or one source of its mixture takes its documents from.
 
     `path`: "builtin" (the training chapters of the built-in text; the held-out ones are never
-    read), or files and folders: a `.jsonl` holds a document in `field` of each line, a `.parquet`
-    in that column of each row, any other file is one document, and a folder stands for its `.txt`,
-    `.jsonl` and `.parquet` files.
+    read), or files, folders and patterns, see `hf_sigmoid/text/formats.py`.
     `dataset`: a name of the hub or a local folder, with `subset`, `split` and `revision`.
     """
 
@@ -39,6 +39,7 @@ class Given:
     split: str = "train"
     revision: str | None = None
     field: str = "text"
+    bad_text: str = REFUSE
     streaming: bool = False
 
 
@@ -218,6 +219,8 @@ def _open(given: Given, prefix: str) -> Source:
     Args:
         prefix: of its keys in an error, "data." or "data.mixture[0].".
     """
+    if given.bad_text not in (REFUSE, REPLACE):
+        raise BadInput(f"{prefix}bad_text: expected {REFUSE} or {REPLACE}, got {given.bad_text!r}")
     if given.dataset is not None:
         return _open_dataset(given, prefix)
     key = f"{prefix}path"
@@ -232,13 +235,10 @@ def _open(given: Given, prefix: str) -> Source:
             raise BadInput(f"{prefix}streaming: expected false for the built-in text, got true")
         return Source(text.chapters(text.train()), "the built-in text", key, ())
     names = [given.path] if isinstance(given.path, str) else given.path
-    files = text_files.find(names, key)
-    name = ", ".join(Path(each).resolve().name for each in names)
-    if given.streaming:
-        shards = data_sets.streamed_files(files, given.field, key, f"{prefix}field")
-        source = Source(shards, name, key, ())
-    else:
-        source = Source(_read(files, given.field, key, f"{prefix}field"), name, key, ())
+    files = find(names, key)
+    reading = Reading(key, given.field, given.bad_text, prefix)
+    documents = (data_sets.streamed_files if given.streaming else _read)(files, reading)
+    source = Source(documents, ", ".join(map(title, names)), key, ())
     return _with_text(source, ", ".join(names) or "an empty list")
 
 
@@ -251,28 +251,30 @@ def _open_dataset(given: Given, prefix: str) -> Source:
         given.subset,
         given.split,
         given.revision,
-        given.field,
+        Reading(key, given.field, given.bad_text, prefix),
         streaming=given.streaming,
-        prefix=prefix,
     )
     asked = (given.subset, given.split, given.revision)
     folder = Path(given.dataset)
     # A folder is what lies in it, wherever it is.
     identity = asked if folder.is_dir() else (given.dataset, *asked)
-    title = folder.resolve().name if folder.is_dir() else given.dataset
-    name = ":".join(filter(None, (title, given.subset, given.split)))
+    first = title(folder) if folder.is_dir() else given.dataset
+    name = ":".join(filter(None, (first, given.subset, given.split)))
     return _with_text(Source(documents, name, key, identity), given.dataset)
 
 
 def _read(
-    files: list, field: str, key: str, field_key: str
+    files: list[Path], reading: Reading
 ) -> text_files.TextFiles | data_sets.Rows | text_files.Joined:
     """The documents of files in their order; neighbours of one kind are read together."""
-    parts: list[Any] = []
-    for is_parquet, group in itertools.groupby(files, lambda f: f.suffix == text_files.COLUMNS):
-        read = data_sets.parquet if is_parquet else text_files.TextFiles
-        parts.append(read(list(group), field, key, field_key))
+    parts = [read(list(group), reading) for read, group in itertools.groupby(files, _reader)]
     return parts[0] if len(parts) == 1 else text_files.Joined(parts)
+
+
+def _reader(file: Path) -> Callable[[list[Path], Reading], Any]:
+    if text_files.has_places(file):
+        return text_files.TextFiles
+    return data_sets.parquet if format_of(file) == ".parquet" else data_sets.parsed
 
 
 def _with_text(source: Source, name: str) -> Source:

@@ -19,6 +19,7 @@ from typing import Any
 
 import checkpointing
 import errors
+import held_out
 import optimization
 import resuming
 import run_config
@@ -36,7 +37,7 @@ from tqdm import tqdm
 
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
 from hf_sigmoid.configuration import find_section
-from hf_sigmoid.conversions import embedded, folding, perplexity, pictures, token_windows
+from hf_sigmoid.conversions import embedded, folding, perplexity, pictures
 from hf_sigmoid.conversions.card import card
 from hf_sigmoid.conversions.models import model_class
 from hf_sigmoid.conversions.plan import Plan
@@ -77,25 +78,13 @@ class Run(Loop):
 
     def _held_out(self) -> dict[str, torch.Tensor]:
         """Windows `[windows, block_size]` of each file to evaluate on, by its name."""
-        given = self.run.evaluate.path or []
-        found = {}
-        for path in map(Path, [given] if isinstance(given, str) else given):
-            if not path.is_file():
-                raise BadInput(f"evaluate.path: no such file: {path}")
-            if path.stem in found:
-                raise BadInput(
-                    f"evaluate.path: expected files of different names, got two {path.stem}"
-                )
-            try:
-                found[path.stem] = token_windows(
-                    self.tokenizer,
-                    path.read_text(encoding="utf-8"),
-                    self.run.train.block_size,
-                    self.run.evaluate.windows,
-                )
-            except ValueError as error:
-                raise BadInput(f"evaluate.path {path}: {error}") from None
-        return found
+        asked = self.run.evaluate
+        return held_out.windows(
+            held_out.read_texts(asked.path),
+            asked.windows,
+            self.tokenizer,
+            self.run.train.block_size,
+        )
 
     def _load(self) -> None:
         run, resumed = self.run, self.resumed

@@ -13,8 +13,43 @@ from hf_sigmoid import text
 from hf_sigmoid.conversions.compare import token_windows
 from hf_sigmoid.conversions.haystack import Haystack
 from hf_sigmoid.conversions.needles import prompts, score_answers
+from hf_sigmoid.text.formats import title
+from hf_sigmoid.text.sources import joined
 
 BUILTIN = "builtin"
+
+
+def read_texts(given: str | list[str] | None) -> dict[str, str]:
+    """The texts of `evaluate.path` by the files' names.
+
+    Raises:
+        BadInput: for one that cannot be read, or two of one name.
+    """
+    given = [] if given is None else [given] if isinstance(given, str) else given
+    found = {}
+    for path in given:
+        name = BUILTIN if path == BUILTIN else Path(title(path)).stem
+        if name in found:
+            raise BadInput(f"evaluate.path: expected files of different names, got two {name}")
+        found[name] = text.held_out() if path == BUILTIN else joined(path, "evaluate.path")
+    return found
+
+
+def windows(
+    texts: dict[str, str], number: int, tokenizer: Any, block_size: int
+) -> dict[str, torch.Tensor]:
+    """Windows `[number, block_size]` of each text.
+
+    Raises:
+        BadInput: for a text that is too short.
+    """
+    found = {}
+    for name, content in texts.items():
+        try:
+            found[name] = token_windows(tokenizer, content, block_size, number)
+        except ValueError as error:
+            raise BadInput(f"evaluate.path {name}: {error}") from None
+    return found
 
 
 class HeldOut:
@@ -25,18 +60,10 @@ class HeldOut:
     """
 
     def __init__(self, asked: Watch, tokenizer: Any, block_size: int, positions: int | None):
-        given = [] if asked.path is None else asked.path
         if asked.path == []:
             raise BadInput("evaluate.path: expected files, got an empty list (null is none)")
-        texts = dict(map(_read, [given] if isinstance(given, str) else given))
-        if isinstance(given, list) and len(texts) < len(given):
-            raise BadInput(f"evaluate.path: expected files of different names, got {given}")
-        self.windows: dict[str, torch.Tensor] = {}
-        for name, content in texts.items():
-            try:
-                self.windows[name] = token_windows(tokenizer, content, block_size, asked.windows)
-            except ValueError as error:
-                raise BadInput(f"evaluate.path {name}: {error}") from None
+        texts = read_texts(asked.path)
+        self.windows = windows(texts, asked.windows, tokenizer, block_size)
         self.prompts: dict[int, list[Any]] = {}
         if asked.needle:
             hay = "\n\n".join(texts.values()) if texts else text.held_out()
@@ -105,18 +132,6 @@ def _summed_loss(model: Any, window: torch.Tensor) -> tuple[float, float]:
 
 def _needle(model: Any, sample: Any) -> tuple[float, float]:
     return float(score_answers(model, [sample])[0]["correct"]), 1.0
-
-
-def _read(path: str) -> tuple[str, str]:
-    if path == BUILTIN:
-        return BUILTIN, text.held_out()
-    file = Path(path)
-    if not file.is_file():
-        raise BadInput(f"evaluate.path: no such file: {path}")
-    try:
-        return file.stem, file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"evaluate.path: {path} is not UTF-8 text: {error}") from None
 
 
 def brief(found: Sequence[tuple[str, Any]] | dict[str, Any]) -> str:

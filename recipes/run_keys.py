@@ -8,15 +8,14 @@ from typing import Any
 class Data:
     """What is trained on: files, a data set of the hub, or a weighted mixture of such sources."""
 
-    path: str | list[str] | None = (
-        None  # .txt (a document each), .jsonl, .parquet, folders of them,
-    )
+    path: str | list[str] | None = None  # files, folders or patterns: hf_sigmoid/text/formats.py,
     # or "builtin", the novel's training chapters, which is what null means without the next keys
     dataset: str | None = None  # a data set's name on the hub, or its folder
     subset: str | None = None  # its configuration
     split: str = "train"
     revision: str | None = None
     field: str = "text"  # the key of the text in a row
+    bad_text: str = "refuse"  # or "replace" what is not Unicode by U+FFFD
     streaming: bool = False  # read `dataset` while training instead of before it
     mixture: list[dict[str, Any]] | None = None  # sources with the keys above and a `weight`
     append_eos: bool = True  # end every document with the tokenizer's end-of-text token
@@ -82,9 +81,7 @@ class TrainCheckpoint(Checkpoint):
 class Watch:
     """What is measured while training, beside the loss."""
 
-    path: str | list[str] | None = (
-        None  # held-out .txt files, "builtin" (the novel's last chapters)
-    )
+    path: str | list[str] | None = None  # held-out files, "builtin" (the novel's last chapters)
     every: int = 50  # steps between evaluations; there is one at the end
     windows: int = 8  # of train.block_size tokens, spread over each file
     needle: list[int] | None = None  # prompt lengths, in tokens, of a small needle probe
@@ -163,7 +160,7 @@ class EndToEnd:
 class Evaluate:
     """Perplexity of the student on held-out text, in the log beside the losses."""
 
-    path: str | list[str] | None = None  # .txt files; null: none
+    path: str | list[str] | None = None  # held-out files; null: none
     every: int = 50  # steps; and at the end
     windows: int = 8  # of train.block_size tokens, spread over each file
 
@@ -212,6 +209,7 @@ class Distil:
 TRAINED = ("numbers", "projections", "lora")
 CHOICES = {
     "resume": ("auto", "none"),
+    "data.bad_text": ("refuse", "replace"),
     "train.precision": ("fp32", "bf16"),
     "train.parameters": ("all", "attention", "log_length", "lora"),
     "lora.targets": ("attention", "all-linear"),

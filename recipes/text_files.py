@@ -1,21 +1,22 @@
 """Documents in text files, read when they are asked for, so that they may exceed memory.
 
-A `.jsonl` holds a document in one field of each line, a `.parquet` in one column of each row, and
-any other file is one document. Of a line or a file only its place is kept.
+A line of `.jsonl` is a document, and so is a `.txt` or `.md` file. Only their places are kept.
 """
 
-import json
 import os
+import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from errors import BadInput
 
-LINES, COLUMNS = ".jsonl", ".parquet"
-KINDS = (".txt", LINES, COLUMNS)  # what a folder is searched for
+from hf_sigmoid.text.documents import Reading, json_line, plain, text_start
+from hf_sigmoid.text.formats import format_of, is_packed
+
+LINES = ".jsonl"
 # Up to so much all documents are read at the start: what is not text ends the run before it begins,
 # and blank ones are left out. Of more, a sample is read, and the packer passes over blanks.
 ALL_READ = 1_000_000  # documents
@@ -23,39 +24,26 @@ ALL_READ_BYTES = 1 << 32
 _CHUNK = 1 << 24  # bytes
 
 
-def find(paths: str | list[str], key: str) -> list[Path]:
-    """The files of a list of files and folders; a folder stands for its files of KINDS.
-
-    Args:
-        key: what an error calls the list, "data.path".
-    """
-    found = []
-    for path in [Path(each) for each in ([paths] if isinstance(paths, str) else paths)]:
-        if path.is_dir():
-            found += sorted(p for p in path.rglob("*") if p.suffix in KINDS and p.is_file())
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise BadInput(f"{key}: no such file: {path}")
-    return found
+def has_places(file: Path) -> bool:
+    """Whether a document of the file is some bytes of it, which can be read alone."""
+    return format_of(file) in (LINES, ".txt", ".md", "") and not is_packed(file)
 
 
 class TextFiles(Sequence):
-    """The documents of `.jsonl` and text files, in the order of the files.
-
-    Args:
-        key: what an error calls the files, "data.path".
-        field: the key of the text in a line of `.jsonl`.
-        field_key: what an error calls the field, "data.field".
+    """The documents of files that have places, in the order of the files.
 
     Raises:
         BadInput: from here and from reading a document, with the file and the line's number.
     """
 
-    def __init__(self, files: list[Path], field: str, key: str, field_key: str):
-        self.files, self.field, self.key, self.field_key = files, field, key, field_key
-        # To open a file can take longer than to read a document of it; few files may be open.
-        self._opened = lru_cache(maxsize=16)(partial(open, mode="rb"))
+    def __init__(self, files: list[Path], reading: Reading):
+        self.files, self.reading = files, reading
+        # To open a file can take longer than to read a document of it; few files may be open. A
+        # process that was forked off shares a file's position with its parent: each opens its own.
+        self._opened = lru_cache(maxsize=16)(
+            lambda file, process: open(file, "rb", buffering=0)  # noqa: SIM115
+        )
+        self._position = threading.Lock()
         spans = [self._spans(number, file) for number, file in enumerate(files)]
         # [documents, 3]: the number of the file, and the first byte and the one behind the last.
         self.spans = np.concatenate(spans) if spans else np.empty((0, 3), np.int64)
@@ -70,54 +58,34 @@ class TextFiles(Sequence):
         number, start, stop = map(int, self.spans[index])
         file = self.files[number]
         content = self._bytes(file, start, stop)
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            where = f"{file} line {_line(file, start)}" if file.suffix == LINES else file
-            raise BadInput(f"{self.key}: {where} is not UTF-8 text: {error}") from None
-        if file.suffix == LINES:
-            return self._parsed(text, file, start)
-        return text.replace("\r\n", "\n").replace("\r", "\n")
-
-    def _parsed(self, line: str, file: Path, start: int) -> str:
-        """The text of a line of JSON; of a blank one, none."""
-        if not line.strip():
-            return ""
-        try:
-            text = json.loads(line)[self.field]
-        except json.JSONDecodeError as error:
-            where = f"{file} line {_line(file, start)}"
-            raise BadInput(f"{self.key}: {where} is not JSON: {error}") from None
-        except (KeyError, TypeError, IndexError):
-            where = f"{file} line {_line(file, start)}"
-            raise BadInput(
-                f"{self.key}: {where} has no key {self.field!r} ({self.field_key})"
-            ) from None
-        if not isinstance(text, str):
-            where = f"{file} line {_line(file, start)}"
-            raise BadInput(
-                f"{self.key}: {where}: {self.field!r} is not text but {type(text).__name__}"
-            )
-        return text
+        if format_of(file) == LINES:
+            return json_line(content, _Line(file, start), self.reading)
+        return plain(content, file, self.reading)
 
     def _spans(self, number: int, file: Path) -> np.ndarray:
         try:
-            if file.suffix != LINES:
-                return np.array([[number, 0, file.stat().st_size]], np.int64)
-            ends = np.concatenate([*_newlines(file), [file.stat().st_size]]).astype(np.int64)
+            with open(file, "rb") as stream:
+                first = text_start(stream.read(64), file, self.reading)
+            size = file.stat().st_size
+            if format_of(file) != LINES:
+                return np.array([[number, first, size]], np.int64)
+            ends = np.concatenate([*_newlines(file), [size]]).astype(np.int64)
         except OSError as error:
-            raise BadInput(f"{self.key}: cannot read {file}: {error.strerror}") from None
-        starts = np.concatenate([[0], ends[:-1] + 1])
+            raise self.reading.error(f"cannot read {file}: {error.strerror}") from None
+        starts = np.concatenate([[first], ends[:-1] + 1])
         spans = np.stack([np.full_like(starts, number), starts, ends], axis=1)
         return spans[ends > starts]
 
     def _bytes(self, file: Path, start: int, stop: int) -> bytes:
         try:
-            content = os.pread(self._opened(file).fileno(), stop - start, start)
+            with self._position:
+                stream = self._opened(file, os.getpid())
+                stream.seek(start)
+                content = stream.read(stop - start)
         except OSError as error:
-            raise BadInput(f"{self.key}: cannot read {file}: {error.strerror}") from None
+            raise self.reading.error(f"cannot read {file}: {error.strerror}") from None
         if len(content) < stop - start:
-            raise BadInput(f"{self.key}: {file} has become shorter since it was opened")
+            raise self.reading.error(f"{file} has become shorter since it was opened")
         return content
 
 
@@ -136,6 +104,18 @@ class Joined(Sequence):
         return self.parts[part][index - (self.ends[part - 1] if part else 0)]
 
 
+@dataclass
+class _Line:
+    """A line as an error calls it; it is counted for that only."""
+
+    file: Path
+    position: int  # of its first byte
+
+    def __str__(self) -> str:
+        before = sum(int((ends < self.position).sum()) for ends in _newlines(self.file))
+        return f"{self.file} line {1 + before}"
+
+
 def _newlines(file: Path) -> Iterator[np.ndarray]:
     """Where the newlines of a file are. Only they end a line of JSON: not U+2028 inside a text."""
     with open(file, "rb") as stream:
@@ -143,8 +123,3 @@ def _newlines(file: Path) -> Iterator[np.ndarray]:
         while chunk := stream.read(_CHUNK):
             yield first + np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))
             first += len(chunk)
-
-
-def _line(file: Path, position: int) -> int:
-    """The number of the line that begins at a position, the first being 1."""
-    return 1 + sum(int((ends < position).sum()) for ends in _newlines(file))

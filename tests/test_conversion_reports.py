@@ -21,12 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import hf_sigmoid
 from hf_sigmoid import text
 from hf_sigmoid.conversions import card as cards
-from hf_sigmoid.conversions import convert, hub, pictures, revert, texts, token_windows
+from hf_sigmoid.conversions import convert, hub, pictures, revert, token_windows
 from hf_sigmoid.conversions.__main__ import main
 from hf_sigmoid.conversions.evaluation import default_lengths
 from hf_sigmoid.conversions.haystack import Haystack
 from hf_sigmoid.conversions.needles import DEPTHS, score_answers
 from hf_sigmoid.conversions.rope import Change, change_rope, restore_rope
+from hf_sigmoid.text import sources
 
 SMALL = {"window": 32, "windows": 4, "progress": False}
 POSITIONS = 300
@@ -310,7 +311,7 @@ def documents(tmp_path) -> Path:
 
 
 def read(given, tokens=100, seed=None):
-    return texts.read(given, text.train, "calibration", tiny_models.byte_tokenizer(), tokens,
+    return sources.read(given, text.train, "calibration", tiny_models.byte_tokenizer(), tokens,
                       seed=seed)  # fmt: skip
 
 
@@ -331,7 +332,7 @@ def test_several_files_are_one_text(tmp_path, documents):
     for name in "ab":
         (tmp_path / name).write_text(name * 3)
     both = read([tmp_path / "a", str(tmp_path / "b")])
-    assert both == texts.Text("a, b", "aaa\n\nbbb")
+    assert both == sources.Text("a, b", "aaa\n\nbbb")
     assert both.sha256 == hashlib.sha256(b"aaa\n\nbbb").hexdigest()
     assert read([tmp_path / "a", f"dataset:{documents}"]).content.startswith("aaa\n\nDocument 0")
 
@@ -363,7 +364,7 @@ def test_a_data_set_needs_its_package(documents, monkeypatch):
 
 def test_bytes_that_are_not_text_are_named(tmp_path):
     (tmp_path / "picture").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"must be UTF-8, got .*picture"):
+    with pytest.raises(ValueError, match=r"text: .*picture is not UTF-8 text"):
         read(tmp_path / "picture")
 
 

@@ -443,7 +443,7 @@ def bad_inputs(source, tmp_path):
         ),
         "no_text": (
             {"calibration": tmp_path / "nowhere"},
-            "calibration text must be a file or a folder, got .*nowhere",
+            "calibration text: no such file: .*nowhere",
         ),
         "no_words": (
             {"evaluation": tmp_path / "empty.txt"},

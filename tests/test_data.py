@@ -1,9 +1,13 @@
 """The corpus of a run and its blocks: what is read, in which order, and that it can go on."""
 
 import collections
+import concurrent.futures
+import csv
+import gzip
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import sys
@@ -20,6 +24,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 import corpus  # noqa: E402
+import held_out  # noqa: E402
 import packing  # noqa: E402
 import reading_order  # noqa: E402
 import text_files  # noqa: E402
@@ -38,6 +43,7 @@ class Data:
     split: str = "train"
     revision: str | None = None
     field: str = "text"
+    bad_text: str = "refuse"
     streaming: bool = False
     mixture: Any = None
 
@@ -420,6 +426,218 @@ def test_every_form_of_a_corpus_reads_the_same(forms, form, tmp_path_factory):
     assert take(same[0], 20) == take(same[1], 20)
 
 
+@pytest.fixture(scope="module")
+def other_forms(tmp_path_factory) -> Path:
+    """The same corpus in the formats that are parsed before they are read."""
+    folder = tmp_path_factory.mktemp("other_forms")
+    padded = [DOCUMENTS[0], "", *DOCUMENTS[1:], " \n"]
+    rows = [{"n": i, "text": each} for i, each in enumerate(padded)]
+    lines = write_lines(folder / "a.ndjson", rows).read_bytes()
+    for name in ("a.JSONL", "a.jsonl.txt", "lines.json"):
+        (folder / name).write_bytes(lines)
+    (folder / "a.json").write_text(json.dumps(rows, indent=1))
+    (folder / "data.json").write_text(json.dumps({"data": padded}))
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    for name, delimiter in (("a.csv", ","), ("a.TSV", "\t")):
+        with open(folder / name, "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, delimiter=delimiter)
+            writer.writerows([["n", "text"], *(row.values() for row in rows)])
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.ndjson", "a.JSONL", "a.jsonl.txt", "lines.json", "a.json", "data.json", "a.jsonl.gz",
+     "a.csv", "a.TSV"],
+)  # fmt: skip
+def test_other_formats_are_the_same_corpus(forms, other_forms, name, cache):
+    found = opened(path=str(other_forms / name))
+    assert read(found) == list(found.sources[0]) == DOCUMENTS
+    assert found.fingerprint == opened(**forms["lines"]).fingerprint
+    if name in ("a.ndjson", "a.JSONL", "a.jsonl.gz"):
+        streamed = opened(path=str(other_forms / name), streaming=True)
+        assert read(streamed) == DOCUMENTS
+    elif name == "a.csv":
+        with pytest.raises(BadInput, match=r"expected only \.jsonl or only \.parquet .* got \.csv"):
+            opened(path=str(other_forms / name), streaming=True)
+
+
+def test_a_parsed_file_that_has_changed_is_parsed_again(tmp_path):
+    file = tmp_path / "a.csv"
+    for word in ("one", "three"):
+        file.write_text(f"body\n{word}\n\n")
+        assert read(opened(path=str(file), field="body")) == [word]
+    assert len(opened(path=str(file), field="body").sources[0].rows.cache_files) == 1
+    file.write_text("body\n\n")
+    with pytest.raises(BadInput, match=r"^data\.path: no text in .*a\.csv"):
+        opened(path=str(file), field="body")
+    file.write_text('body\na\n"b')
+    with pytest.raises(BadInput, match=r"^data\.path: .*a\.csv line 3 is not CSV"):
+        opened(path=str(file), field="body")
+
+
+def test_hidden_files_and_what_is_given_twice_do_not_change_a_corpus(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
+    before = opened(path=str(tmp_path)).fingerprint
+    for name in (".ipynb_checkpoints/a-checkpoint.jsonl", ".cache/x/a.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        shutil.copy(file, tmp_path / name)
+    (tmp_path / "._a.jsonl").write_bytes(b"\x00\x05\x16\x07")
+    (tmp_path / "README.md").write_text("# A card")
+    (tmp_path / "info.json").write_text("{}")
+    for path in (str(tmp_path), [str(tmp_path), str(file)], f"{tmp_path}/*.jsonl"):
+        assert opened(path=path).fingerprint == before
+    hidden = tmp_path / ".ipynb_checkpoints"
+    assert read(opened(path=[str(file), str(hidden)])) == ["one", "two"] * 2
+    (hidden / "a-checkpoint.jsonl").unlink()
+    write_table(hidden / ".a.PARQUET", ["three"])
+    assert read(opened(path=[str(file), str(hidden / ".a.PARQUET")])) == ["one", "two", "three"]
+
+
+BAD = '{"text": "half \\ud83d"}\n'
+
+
+def bad_corpora(folder: Path) -> dict[str, tuple[dict, str]]:
+    """Keys of corpora whose last document is no text, and where an error says that it is."""
+    import datasets
+    import pyarrow as pa
+
+    for name in ("lines", "table", "texts", "set"):
+        (folder / name).mkdir()
+    write_lines(folder / "lines/a.jsonl", [{"text": "a"}, {"text": "b"}])
+    with open(folder / "lines/a.jsonl", "a") as file:
+        file.write(BAD)
+    (folder / "a.json").write_text(f"[{BAD}]")
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(BAD.encode()))
+    (folder / "a.csv").write_bytes(b"text\nhalf \xff\n")
+    (folder / "texts/a.txt").write_bytes(b"half \xff")
+    bad = pa.array([b"a", b"b", b"half \xff"]).view(pa.string())
+    write_table(folder / "table/0.parquet", ["a"])
+    write_table(folder / "table/1.parquet", bad)
+    datasets.Dataset(pa.table({"text": bad})).save_to_disk(folder / "set")
+    lines, table = {"path": f"{folder}/lines"}, {"path": f"{folder}/table"}
+    return {
+        "lines": (lines, "a.jsonl line 3 has half a surrogate pair"),
+        "streamed lines": (
+            {**lines, "streaming": True},
+            "a.jsonl line 3 has half a surrogate pair",
+        ),
+        "json": ({"path": f"{folder}/a.json"}, "a.json item 1 has half a surrogate pair"),
+        "packed": ({"path": f"{folder}/a.jsonl.gz"}, "a.jsonl.gz line 1 has half a surrogate pair"),
+        "csv": ({"path": f"{folder}/a.csv"}, "a.csv line 2 is not UTF-8 text"),
+        "text": ({"path": f"{folder}/texts"}, "a.txt is not UTF-8 text"),
+        "table": (table, "1.parquet row 3 is not UTF-8 text"),
+        "streamed table": ({**table, "streaming": True}, "shard 1 row 3 is not UTF-8 text"),
+        "saved": ({"dataset": f"{folder}/set"}, "set row 3 is not UTF-8 text"),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "lines",
+        "streamed lines",
+        "json",
+        "packed",
+        "csv",
+        "text",
+        "table",
+        "streamed table",
+        "saved",
+    ],
+)
+@pytest.mark.parametrize("known_at_the_start", [True, False])
+def test_bad_text_is_refused_with_its_place_or_replaced(
+    tmp_path, kind, known_at_the_start, monkeypatch
+):
+    keys, words = bad_corpora(tmp_path)[kind]
+    if not known_at_the_start:  # so large a corpus is not read whole before the run
+        monkeypatch.setattr(text_files, "ALL_READ", 0)
+        monkeypatch.setattr(corpus.Source, "fingerprint", lambda source: "")
+
+    def blocks(**more):
+        take(packer(opened(**keys, **more), 8), 9)
+
+    key = "data.dataset" if "dataset" in keys else "data.path"
+    with pytest.raises(BadInput) as error:
+        blocks()
+    said = str(error.value)
+    assert said.startswith(f"{key}: ") and words in said and "\n" not in said
+    assert said.endswith("; data.bad_text=replace reads it as U+FFFD")
+    with pytest.raises(BadInput, match=r"; data\.mixture\[0\]\.bad_text=replace reads"):
+        take(packer(opened(mixture=[{**keys, "weight": 1}]), 8), 9)
+    blocks(bad_text="replace")
+    found = opened(**keys, bad_text="replace")
+    assert read(found)[-1] == "half \ufffd"
+    mixed = opened(mixture=[{**keys, "bad_text": "replace", "weight": 1}])
+    assert read(mixed) == read(found) and mixed.fingerprint == found.fingerprint
+
+
+def test_null_is_a_blank_document_of_a_stream(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": None}, {"text": "b"}])
+    found = opened(path=str(file), streaming=True)
+    assert list(found.sources[0].windows(0, 0, 2)) == [["a", ""], ["b"]]
+    assert read(found) == ["a", "b"]
+
+
+def test_held_out_text_is_read_like_any_other(tmp_path):
+    rows = write_lines(tmp_path / "rows.jsonl", [{"text": "one"}, {"text": ""}, {"text": "two"}])
+    (tmp_path / "text.txt").write_bytes(b"a\r\nb")
+    found = held_out.read_texts([str(rows), str(tmp_path / "text.txt"), "builtin"])
+    assert found == {"rows": "one\n\ntwo", "text": "a\nb", "builtin": text.held_out()}
+    (tmp_path / "rows.md").write_text("a")
+    (tmp_path / "a.ndjson").write_text(BAD)
+    for given_paths, words in (
+        ([str(rows), str(tmp_path / "rows.md")], "expected files of different names, got two rows"),
+        (str(tmp_path / "absent.txt"), "no such file: .*absent"),
+        (str(tmp_path / "a.ndjson"), "line 1 has half a surrog"),
+    ):
+        with pytest.raises(BadInput, match=rf"^evaluate\.path: .*{words}"):
+            held_out.read_texts(given_paths)
+
+
+def test_what_becomes_of_bad_text_is_one_of_two(tmp_path):
+    file = str(write_lines(tmp_path / "a.jsonl", [{"text": "a"}]))
+    with pytest.raises(BadInput, match=r"^data\.bad_text: expected refuse or replace, got 'drop'"):
+        opened(path=file, bad_text="drop")
+    with pytest.raises(BadInput, match=r"^data\.mixture\[0\]\.bad_text: expected refuse or"):
+        opened(mixture=[{"path": file, "weight": 1, "bad_text": "keep"}])
+    # What it does not change keeps its fingerprint.
+    assert opened(path=file, bad_text="replace").fingerprint == opened(path=file).fingerprint
+
+
+def test_json_that_datasets_cannot_mend_says_where_it_can_be(tmp_path):
+    (tmp_path / "a.jsonl").write_text(BAD)
+    with pytest.raises(BadInput, match=r"^data\.dataset: .*a\.jsonl line 1 has half a surrogate"):
+        opened(dataset=str(tmp_path))
+    with pytest.raises(BadInput, match=r"expected its files as data\.path, which mends bad text"):
+        opened(dataset=str(tmp_path), bad_text="replace")
+
+
+def test_documents_are_read_by_place_on_every_system(tmp_path, monkeypatch):
+    """Also by processes that were forked off, and by several threads."""
+    monkeypatch.delattr(os, "pread")  # as on Windows
+    texts = [f"{i} " * 200 for i in range(200)]
+    lines = opened(path=str(write_lines(tmp_path / "a.jsonl", [{"text": t} for t in texts])))
+    found = lines.sources[0]
+    assert found[7] == texts[7]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(found.__getitem__, range(200))) == texts
+    position = found._opened(found.files[0], os.getpid()).tell()
+    with multiprocessing.get_context("fork").Pool(1, _hold, (found,)) as pool:
+        assert pool.map(_held, range(20)) == texts[:20]
+    assert found._opened(found.files[0], os.getpid()).tell() == position
+
+
+def _hold(documents):
+    global _documents
+    _documents = documents
+
+
+def _held(index):
+    return _documents[index]
+
+
 def test_files_are_read_in_their_order_whatever_they_are(tmp_path):
     one = write_lines(tmp_path / "1.jsonl", [{"text": "1a"}, {"text": "1b"}])
     two = write_table(tmp_path / "2.parquet", ["2a", "2b"])
@@ -557,7 +775,7 @@ def test_a_shard_that_breaks_on_the_way_is_named(tmp_path):
     write_lines(tmp_path / "0.jsonl", first)
     (tmp_path / "1.jsonl").write_text('{"text": "b"}\n{"text"\n')
     source = opened(path=str(tmp_path), streaming=True).sources[0]
-    with pytest.raises(BadInput, match=r"^data\.path: cannot read shard 1: "):
+    with pytest.raises(BadInput, match=r"^data\.path: .*1\.jsonl line 2 is not JSON: "):
         list(source.windows(1, 0, 10))
 
 

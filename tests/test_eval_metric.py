@@ -17,8 +17,8 @@ from test_eval_tasks import TOKENIZERS, builder, tokenizer
 from hf_sigmoid import text
 from hf_sigmoid.evals import clopper_pearson, export, parse
 from hf_sigmoid.evals.answers import written
-from hf_sigmoid.evals.haystack_text import read_haystack
 from hf_sigmoid.evals.metric import metric_path
+from hf_sigmoid.text import sources
 
 BYTES = "byte-level BPE"
 WORD = {
@@ -328,7 +328,7 @@ def folder(tmp_path) -> Path:
 
 
 def read(given, tokens: int = 40):
-    return read_haystack(given, tokenizer(BYTES), tokens)
+    return sources.read(given, text.austen, "haystack", tokenizer(BYTES), tokens)
 
 
 def test_without_a_text_it_is_the_novel_whole():
@@ -350,14 +350,14 @@ def test_a_folder_is_its_texts_by_path(folder, monkeypatch):
 
 def test_a_name_is_without_the_folders_that_it_is_in(folder, monkeypatch):
     rows = "".join(json.dumps({"text": f"Row {i} of all."}) + "\n" for i in range(90))
-    (folder / "rows.jsonl").write_text(rows)
-    several = read([str(folder / "a.txt"), f"dataset:{folder / 'rows.jsonl'}", str(folder)])
+    (folder.parent / "rows.jsonl").write_text(rows)
+    several = read([str(folder / "a.txt"), f"dataset:{folder.parent / 'rows.jsonl'}", str(folder)])
     assert several.name == "a.txt, dataset:rows.jsonl, my texts/"
     assert several.content.startswith("first\n\nRow 0 of all.\n\nRow 1")
     used = several.content.count("Row")
     assert 3 < used < 20  # as far as 40 tokens need
     (folder / "sets").mkdir()
-    (folder / "rows.jsonl").rename(folder / "sets" / "train.jsonl")
+    (folder.parent / "rows.jsonl").rename(folder / "sets" / "train.jsonl")
     monkeypatch.chdir(folder / "sets")
     assert read(["dataset:../sets"]).name == "dataset:sets"
     assert read([f"dataset:{folder / 'sets'}"], tokens=10**6).content.count("Row") == 90
@@ -366,16 +366,13 @@ def test_a_name_is_without_the_folders_that_it_is_in(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("nowhere.txt", "must be a file or a folder, got .*nowhere.txt, which does not exist"),
-        ("blank.txt", "must not be empty, got .*blank.txt"),
-        ("image.png", "must be UTF-8, got .*image.png: "),
-        ("b/.git/e.md", "must be UTF-8, got .*e.md: "),
-        (
-            "a folder.txt",
-            "must be a folder with .txt or .md files, got .*a folder.txt, which has none",
-        ),
-        ("blanks", "must not be empty, got .*blanks"),
-        ("bad", "must be UTF-8, got .*bad.md: "),
+        ("nowhere.txt", ": no such file: .*nowhere.txt"),
+        ("blank.txt", " must not be empty, got .*blank.txt"),
+        ("image.png", ": cannot read .*image.png: expected one of .txt, .md, .jsonl, "),
+        ("b/.git/e.md", ": .*e.md is not UTF-8 text: "),
+        ("a folder.txt", ": expected a folder with .txt, .md, .jsonl, .* got .*a folder.txt"),
+        ("blanks", " must not be empty, got .*blanks"),
+        ("bad", ": .*bad.md is not UTF-8 text: it begins like UTF-16"),
     ],
 )
 def test_a_text_that_cannot_be_read_is_named(folder, given, message):
@@ -383,7 +380,7 @@ def test_a_text_that_cannot_be_read_is_named(folder, given, message):
     (folder / "blanks" / "a.md").write_text("\n")
     (folder / "bad").mkdir()
     (folder / "bad" / "bad.md").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=f"^the haystack text {message}") as error:
+    with pytest.raises(ValueError, match=f"^the haystack text{message}") as error:
         read([str(folder / given)])
     assert "\n" not in str(error.value)
 

@@ -7,7 +7,6 @@ from hf_sigmoid.errors import BadInput
 from hf_sigmoid.evals import loss
 from hf_sigmoid.evals.checks import TAIL
 from hf_sigmoid.evals.grid import Unit
-from hf_sigmoid.evals.haystack_text import read_haystack
 from hf_sigmoid.evals.prompts import PromptBuilder
 from hf_sigmoid.evals.samples import Sample
 from hf_sigmoid.evals.scoring import BEYOND
@@ -15,6 +14,7 @@ from hf_sigmoid.evals.settings import Settings
 from hf_sigmoid.evals.store import Store
 from hf_sigmoid.evals.subjects import Subject
 from hf_sigmoid.loading import tokenizer_print
+from hf_sigmoid.text import austen, sources
 
 DATASET_TOKENS = 2**20  # that are read of a data set, at least
 
@@ -30,7 +30,7 @@ def haystack(settings: Settings, tokenizer: Any) -> Any:
     # In large steps, since more of a data set is another text.
     tokens = max(DATASET_TOKENS, 1 << (needed - 1).bit_length())
     try:
-        return read_haystack(settings.haystack, tokenizer, tokens)
+        return sources.read(settings.haystack, austen, "haystack", tokenizer, tokens)
     except ValueError as error:
         raise BadInput(f"--haystack: {error}") from None
 

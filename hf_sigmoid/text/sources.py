@@ -1,27 +1,26 @@
 """The text of a conversion or an evaluation: files, folders, data sets, or the built-in novel.
 
-    my_text.txt                                 a UTF-8 file; several are read one after the other
-    my_texts/                                   a folder: every .txt and .md below it, by path
+    my_text.txt, my_rows.csv                    files, see `formats.py`; `texts/*.txt` is a pattern
+    my_texts/                                   a folder: its files of known formats, by path
     dataset:NAME[:CONFIG[:SPLIT[:FIELD]]]       documents of a data set, in order, as many as needed
 
-NAME is a data set of the hub, or a local folder or file (.jsonl, .json, .parquet, .csv). An empty
-part is its default: the only CONFIG, the SPLIT train, the FIELD text.
+Documents have an empty line between them. NAME is a data set of the hub, or a local folder or file
+of rows. An empty part is its default: the only CONFIG, the SPLIT train, the FIELD text.
 """
 
 import hashlib
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 from hf_sigmoid import text
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.text.documents import Reading, documents
+from hf_sigmoid.text.formats import KNOWN, ROWS, Paths, find, format_of, title
 
 DATASET = "dataset:"
-FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-SUFFIXES = (".txt", ".md")  # of the files of a folder that are read
 SHUFFLED = 1000  # documents that a seed shuffles among, read ahead of those that are used
 
 BUILTIN = {
@@ -29,7 +28,7 @@ BUILTIN = {
     text.held_out: "the built-in novel's held-out chapters",
 }
 
-Given = str | Path | Sequence[str | Path] | None
+Given = Paths | None
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def read(
     given: Given,
     builtin: Callable[[], str],
     what: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     tokens: int,
     *,
     seed: int | None = None,
@@ -76,55 +75,33 @@ def read(
         if isinstance(source, str) and source.startswith(DATASET):
             content = _dataset(source, what, tokenizer, tokens, seed)
             name, *rest = source.removeprefix(DATASET).split(":")
-            name = _name(Path(name)) if Path(name).exists() else name
-            names.append(DATASET + ":".join([name, *rest]))
-        elif Path(source).is_dir():
-            content = _folder(Path(source), what)
-            names.append(_name(Path(source)) + "/")
+            names.append(DATASET + ":".join([title(name) if Path(name).exists() else name, *rest]))
         else:
-            content = _file(Path(source), what)
-            names.append(_name(Path(source)))
+            content = joined(source, f"the {what} text")
+            names.append(title(source) + "/" * Path(source).is_dir())
         if not content.strip():
             raise ValueError(f"the {what} text must not be empty, got {source}")
         contents.append(content)
     return Text(", ".join(names), "\n\n".join(contents))
 
 
-def _name(path: Path) -> str:
-    """The last part of a path, also of `.`: reports go to others, who have no use for the rest."""
-    return Path(os.path.abspath(path)).name
+def joined(source: str | Path, key: str) -> str:
+    """The documents of a file, a folder or a pattern, those without words left out.
 
+    Args:
+        key: what an error calls them.
 
-def _folder(folder: Path, what: str) -> str:
-    """Its texts, by path; hidden ones, and those without words, are left out."""
-    files = [
-        file
-        for file in folder.rglob("*")
-        if file.suffix in SUFFIXES
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-        and file.is_file()
-    ]
+    Raises:
+        BadInput: there is none, or one that cannot be read.
+    """
+    files = find(source, key, with_markdown=True)
     if not files:
-        raise ValueError(
-            f"the {what} text must be a folder with {' or '.join(SUFFIXES)} files, got {folder}, "
-            "which has none"
-        )
-    contents = [_file(file, what) for file in sorted(files)]
-    return "\n\n".join(content for content in contents if content.strip())
+        raise BadInput(f"{key}: expected a folder with {', '.join(KNOWN)} files, got {source}")
+    found = (each for file in files for each in documents(file, Reading(key)))
+    return "\n\n".join(each for each in found if each.strip())
 
 
-def _file(path: Path, what: str) -> str:
-    if not path.is_file():
-        raise ValueError(
-            f"the {what} text must be a file or a folder, got {path}, which does not exist"
-        )
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the {what} text must be UTF-8, got {path}: {error}") from error
-
-
-def _dataset(given: str, what: str, tokenizer, tokens: int, seed: int | None) -> str:
+def _dataset(given: str, what: str, tokenizer: Any, tokens: int, seed: int | None) -> str:
     """Documents with so many tokens together, or all that there are."""
     name, config, split, field = _parts(given)
     used, found = [], 0
@@ -157,21 +134,26 @@ def _documents(name: str, config: str, split: str, field: str, seed: int | None)
     from datasets import load_dataset
 
     options = {"split": split, "streaming": True}
-    if not Path(name).exists() and (name[0] in "./~" or Path(name).suffix in FORMATS):
+    path = Path(name)
+    known = format_of(path)
+    if not path.exists() and (name[0] in "./~" or known in ROWS):
         raise ValueError(f"there is no file or folder {name}")
-    if Path(name).is_file():
-        format_ = FORMATS.get(Path(name).suffix)
-        if format_ is None:
-            raise ValueError(f"expected a file of {', '.join(FORMATS)}, got {name}")
-        rows = load_dataset(format_, data_files=name, **options)
+    if path.is_file():
+        if known not in ROWS:
+            raise ValueError(f"expected a file of {', '.join(ROWS)}, got {name}")
+        if known == ".tsv":
+            options["sep"] = "\t"
+        builder = {".jsonl": "json", ".tsv": "csv"}.get(known, known[1:])
+        rows = load_dataset(builder, data_files=name, **options)
     else:
         rows = load_dataset(name, config or None, **options)
     if seed is not None:
         rows = rows.shuffle(seed=seed, buffer_size=SHUFFLED)
-    for row in rows:
+    reading = Reading("its documents", field)
+    for number, row in enumerate(rows, 1):
         if field not in row:
             raise ValueError(f"no field {field!r}, its fields are {', '.join(sorted(row))}")
         if not isinstance(row[field], str):
             kind = type(row[field]).__name__
             raise ValueError(f"the field {field!r} must hold text, got {kind}")
-        yield row[field]
+        yield reading.checked(row[field], f"row {number}")
