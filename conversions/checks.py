@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hf_sigmoid import parameters, support
+from hf_sigmoid.checkpoint_files import files_sha256, weights_of
 from hf_sigmoid.conversions.models import find_part, model_class
 from hf_sigmoid.conversions.plan import check_config, check_init, parse_layers
 from hf_sigmoid.conversions.reading import check_reads_text
@@ -91,6 +92,19 @@ def check_disk(target: Path, model: PreTrainedModel) -> None:
         raise ValueError(
             f"the output needs {needed / 1e9:.2f} GB, {parent} has {free / 1e9:.2f} GB"
         )
+
+
+def check_weights_left_alone(folder: Path, source: str) -> str:
+    """The hash of the weights in a converted folder's files, row numbers left out.
+
+    Raises:
+        ValueError: a weight lies there in other bits than in the source's files.
+    """
+    ours = files_sha256(folder)
+    # A model may call its weights otherwise than old files do: names say nothing there.
+    if weights_of(folder).keys() == weights_of(source).keys() and ours != files_sha256(source):
+        raise ValueError(f"the weights of {source} must not change, and would: nothing was written")
+    return ours
 
 
 @contextmanager

@@ -24,12 +24,15 @@ from hf_sigmoid.conversions.checks import (
     check_questions,
     check_source,
     check_target,
+    check_weights_left_alone,
     existing_parent,
     written,
 )
+from hf_sigmoid.conversions.companions import copy_companions
 from hf_sigmoid.conversions.compare import Measure, token_windows
 from hf_sigmoid.conversions.embedded import checkpoint
 from hf_sigmoid.conversions.evaluation import Evaluation, Questions
+from hf_sigmoid.conversions.merging import Probe, merge, with_adapter
 from hf_sigmoid.conversions.models import (
     load,
     loading_class,
@@ -39,7 +42,13 @@ from hf_sigmoid.conversions.models import (
 )
 from hf_sigmoid.conversions.plan import Plan, plan
 from hf_sigmoid.conversions.reading import check_mask_token, check_runs_on_text
-from hf_sigmoid.conversions.revert import REPORT, fingerprint, restore_weights, revert
+from hf_sigmoid.conversions.revert import (
+    REPORT,
+    check_untrained,
+    fingerprint,
+    restore_weights,
+    revert,
+)
 from hf_sigmoid.conversions.rope import RECORD as ROPE
 from hf_sigmoid.conversions.rope import change_rope, check_rope
 from hf_sigmoid.conversions.stages import Stages
@@ -199,10 +208,14 @@ def convert(
     with written(target) as folder:
         save(model, folder, path)
         tokenizer.save_pretrained(folder)
+        copy_companions(path, folder)
+        report["files_sha256"] = check_weights_left_alone(folder, path)
         report["pictures"] = pictures.draw(folder, model, report)
-        (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
-        (folder / "report.md").write_text(reports.markdown(report, chosen))
-        (folder / "README.md").write_text(cards.card(report, chosen, push_to_hub or target.name))
+        (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        (folder / "report.md").write_text(reports.markdown(report, chosen), encoding="utf-8")
+        (folder / "README.md").write_text(
+            cards.card(report, chosen, push_to_hub or target.name), encoding="utf-8"
+        )
         if fitted is not None:
             fitted.save(folder / STATISTICS)
     if push_to_hub is not None:
@@ -258,44 +271,52 @@ def revert_checkpoint(
     """
     target = Path(target).resolve()
     check_target(target)
+    source = checkpoint(source)
     config = AutoConfig.from_pretrained(source)
     if not configuration.find_section(config):
         raise ValueError(f"the model must be a converted one, got {source} on softmax")
     near = existing_parent(target)
-    model = revert(load(str(source), device_map=device_map, offload_near=near))
+    model = revert(load(source, device_map=device_map, offload_near=near))
     check_disk(target, model)
-    exact = restore_weights(model, source, approximate=approximate)
-    if not exact and not approximate:
-        raise ValueError(
-            f"the weights of {source} were trained since the conversion, so that softmax would not "
-            "give back the original: --approximate writes it all the same"
-        )
     tokenizer = AutoTokenizer.from_pretrained(source)
+    originals = restore_weights(model, source)
+    unknown = approximate and not (Path(source) / REPORT).is_file()
     with written(target) as folder:
-        save(model, folder, str(source))
+        save(model, folder, source, originals=originals)
+        exact = not unknown and check_untrained(model, source, folder)
+        if not exact and not approximate:
+            raise ValueError(
+                f"the weights of {source} were trained since the conversion, so that softmax would "
+                "not give back the original: --approximate writes it all the same"
+            )
         tokenizer.save_pretrained(folder)
+        copy_companions(source, folder)
     return exact
 
 
 def merge_adapter(adapter: str | Path, base: str | Path, target: str | Path) -> None:
     """Write base and PEFT adapter as one checkpoint, trained row numbers included.
 
-    Raises:
-        ValueError: an adapter with row numbers on a base without (`Unsupported`), a target that is
-            not empty; nothing has been written then.
-    """
-    from peft import PeftModel
+    Before the folder gets its name it is loaded, and must compute what base and adapter do.
 
+    Raises:
+        ValueError: an adapter that does not fit the base (`Unsupported`: row numbers on a base
+            without), a merged model of other logits, a target that is not empty; nothing has been
+            written then.
+    """
     target = Path(target).resolve()
     check_target(target)
     base = checkpoint(base)
-    model = load(base)
-    check_disk(target, model)
-    model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    model = with_adapter(base, adapter)
+    check_disk(target, model.get_base_model())
     tokenizer = AutoTokenizer.from_pretrained(base)
+    probe = Probe(model)
+    model = merge(model)
     with written(target) as folder:
-        model.save_pretrained(folder)
+        save(model, folder, base, cast=True)
         tokenizer.save_pretrained(folder)
+        copy_companions(base, folder)
         for name in (REPORT, folding.FILE):  # what `revert` needs of a converted base
             if (Path(base) / name).is_file():
                 shutil.copy2(Path(base) / name, folder / name)
+        probe.check(folder)

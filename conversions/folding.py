@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_sigmoid import parameters
+from hf_sigmoid.checkpoint_files import FLOATING, weights_of
 from hf_sigmoid.heads import Call, Place, averages, one_call, written_by
 
 FILE = "folded.safetensors"  # beside a checkpoint
@@ -50,8 +51,18 @@ class Folded:
     originals: dict[str, Tensor] = field(default_factory=dict)  # parameter's name -> tensor
     written: dict[str, str] = field(default_factory=dict)  # its name -> SHA-256 as folded
 
-    def save(self, folder: Path, model: PreTrainedModel) -> None:
-        """Write `folded.safetensors` into the folder that a model is saved in."""
+    def save(self, folder: Path, model: PreTrainedModel, source: str | Path) -> None:
+        """Write `folded.safetensors` into the folder that a model is saved in.
+
+        Tensors as they were have the dtype of the source's files, if that loses nothing.
+        """
+        places = weights_of(source)
+        for name, tensor in self.originals.items():
+            kind = FLOATING.get(places[name][1], tensor.dtype) if name in places else tensor.dtype
+            if kind.itemsize < tensor.dtype.itemsize and torch.equal(
+                tensor.to(kind).to(tensor.dtype), tensor
+            ):
+                self.originals[name] = tensor.to(kind)
         written = {name: _sha256(model.get_parameter(name)) for name in self.originals}
         tensors = {f"factor/{name}": t for name, t in self.factors.items()}
         tensors |= {f"original/{name}": t for name, t in self.originals.items()}
@@ -160,10 +171,10 @@ def restore(model: PreTrainedModel, folded: Folded) -> None:
     held = dict(model.named_parameters())
     for name, original in folded.originals.items():
         current = held.get(name)
-        if current is None or current.shape != original.shape or current.dtype != original.dtype:
+        if current is None or current.shape != original.shape:
             raise ValueError(f"{FILE} is of another model: it has {name} of {original.shape}")
         owner, _, last = name.rpartition(".")
-        put = nn.Parameter(original.to(current.device), current.requires_grad)
+        put = nn.Parameter(original.to(current.device, current.dtype), current.requires_grad)
         setattr(model.get_submodule(owner), last, put)
 
 

@@ -4,27 +4,26 @@ A composite model (a language model with image or sound towers) is converted one
 the name of the part's config: `text_config`, `decoder`, `thinker_config.text_config`.
 """
 
-import json
+import functools
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.models.auto import modeling_auto
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
-from hf_sigmoid import parameters
+from hf_sigmoid import checkpoint_files, parameters
 
 # Where a config without `architectures` looks its class up, in this order.
 MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "")
-FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LARGEST_SHARD_BYTES = 5 * 10**9  # of an offloaded model: each shard is written from memory
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps that name no device
 
@@ -55,12 +54,16 @@ def load(
     device_map: str | dict | None = None,
     max_memory: dict | None = None,
     offload_near: Path | None = None,
+    dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """The model, from safetensors only, in the dtype that it was saved in.
+
+    Of files that mix dtypes, in its config's; `save` gives what was rounded back as it was.
 
     Args:
         device_map, max_memory: as `from_pretrained`: where the weights are kept; what fits into no
             memory stays on the disk.
+        dtype: another one to hold the weights in.
         offload_near: a folder on whose disk weights are written that cannot stay in their file.
 
     Raises:
@@ -81,7 +84,7 @@ def load(
         options |= {"device_map": device_map, "max_memory": max_memory}
         options["offload_folder"] = offloaded.name
     try:
-        options["dtype"] = saved_dtype(path) or "auto"
+        options["dtype"] = dtype or _dtype(path, config)
         model, info = model_class(config).from_pretrained(path, **options)
     except SafetensorError as error:
         raise ValueError(f"{path}: a safetensors file cannot be read: {error}") from error
@@ -97,31 +100,27 @@ def load(
     return model.eval()
 
 
-def saved_dtype(path: str) -> torch.dtype | None:
-    """The one dtype of a checkpoint's weights, None if it has several.
+def _dtype(path: str, config: PreTrainedConfig) -> torch.dtype | str:
+    """What to hold a checkpoint's weights in."""
+    found = checkpoint_files.dtypes_of(path)
+    if len(found) == 1:
+        return next(iter(found))
+    # Of a weight that the model calls otherwise its file's dtype could not be given back.
+    names = skeleton(config).state_dict().keys() if found else ()
+    same_names = all(name in names for name in checkpoint_files.weights_of(path))
+    return "auto" if same_names else widest(found)
 
-    Its config may name another, which transformers' "auto" would round the weights to.
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """One that holds all of them exactly."""
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def save(model: PreTrainedModel, folder: Path, source: str, **known) -> None:
+    """Write a model, also one with offloaded weights, in files as large as its source's.
+
+    What was not changed is written as it lies in the source's files; `known` as for `give_back`.
     """
-    names = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)
-    found = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in names)
-    first = next((Path(file) for file in found if file is not None), None)
-    if first is None:
-        return None
-    files = [first]
-    if first.name == SAFE_WEIGHTS_INDEX_NAME:
-        shards = json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()
-        files = [Path(cached_file(path, shard)) for shard in sorted({*shards})]
-    kinds = set()
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            names = [name for name in list(tensors.keys()) if f".{parameters.HOLDER}." not in name]
-            kinds |= {tensors.get_slice(name).get_dtype() for name in names}
-    floating = [FLOATING[kind] for kind in kinds if kind in FLOATING]
-    return floating[0] if len(floating) == 1 else None
-
-
-def save(model: PreTrainedModel, folder: Path, source: str) -> None:
-    """Write a model, also one with offloaded weights, in files as large as its source's."""
     index = cached_file(
         source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False
     )
@@ -135,6 +134,7 @@ def save(model: PreTrainedModel, folder: Path, source: str) -> None:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
     options = {"max_shard_size": min(limits)} if limits else {}
     model.save_pretrained(folder, state_dict=tensors, **options)
+    checkpoint_files.give_back(folder, source, **known)
 
 
 def loading_class(model: PreTrainedModel) -> str:

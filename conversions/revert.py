@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_sigmoid import configuration, parameters
+from hf_sigmoid.checkpoint_files import files_sha256
 from hf_sigmoid.conversions import folding
 from hf_sigmoid.conversions.models import weights
 from hf_sigmoid.conversions.rope import restore_rope
@@ -46,21 +48,17 @@ def hashed(model: PreTrainedModel, *, without: str | None = None) -> str:
     return digest.hexdigest()
 
 
-def restore_weights(
-    model: PreTrainedModel, folder: str | Path, *, approximate: bool = False
-) -> bool:
+def restore_weights(model: PreTrainedModel, folder: str | Path) -> dict[str, Tensor]:
     """Take what was folded into the projections of a reverted model back out, in place.
 
-    Args:
-        approximate: also of a folder that does not say what it was converted from.
+    If projections were trained, gains and temperatures are divided out of whatever they are now.
 
     Returns:
-        Are the weights those of the softmax model that `folder` was converted from? If projections
-        were trained, gains and temperatures are divided out of whatever they are now.
+        The tensors that were put back as they were before the folding, by name.
 
     Raises:
-        ValueError: the folder does not say what it was converted from, or what was folded into its
-            projections, or a file in it is damaged.
+        ValueError: the folder does not say what was folded into its projections, or a file in it is
+            damaged.
     """
     folded = folding.Folded.load(folder)
     if folded is None and getattr(model.config, folding.RECORD, False):
@@ -70,30 +68,39 @@ def restore_weights(
         )
     if hasattr(model.config, folding.RECORD):
         delattr(model.config, folding.RECORD)
-    unknown = approximate and not (Path(folder) / REPORT).is_file()
     if folded is None:
-        return not unknown and check_untrained(model, folder)
+        return {}
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{folder} has {folding.FILE}: revert it without --device-map")
     if folded.originals and folded.untouched(model):
         folding.restore(model, folded)
-        return not unknown and check_untrained(model, folder)
+        return folded.originals
     places = folding.find_places(model, torch.arange(4)[None])
     folding.unfold(model, places, folded)
-    return False
+    return {}
 
 
-def check_untrained(model: PreTrainedModel, folder: str | Path) -> bool:
+def check_untrained(
+    model: PreTrainedModel, folder: str | Path, written: str | Path | None = None
+) -> bool:
     """Are the weights of a converted checkpoint those that it was converted from?
+
+    Args:
+        model: the softmax model that is left of it.
+        folder: the converted checkpoint.
+        written: where the model has been written, to compare its files with the source's, which
+            may mix dtypes; None compares the weights in memory.
 
     Raises:
         ValueError: the folder does not say what it was converted from.
     """
     report = Path(folder) / REPORT
-    recorded = json.loads(report.read_text()).get("weights_sha256") if report.is_file() else None
-    if recorded is None:
+    known = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
+    if "weights_sha256" not in known:
         raise ValueError(
             f"{folder} has no {REPORT} that says what its weights were: it was not written by "
             "`hf-sigmoid convert`, or trained and saved elsewhere since"
         )
-    return fingerprint(model) == recorded
+    if written is not None and "files_sha256" in known:  # earlier releases did not record it
+        return files_sha256(written) == known["files_sha256"]
+    return fingerprint(model) == known["weights_sha256"]

@@ -118,7 +118,7 @@ def _convert_run(source: Path, target: Path, function: str, options: dict) -> di
         sizes = {name: path.stat().st_size for name, path in files.items()}
         hashes = {name: file_sha256(path) for name, path in files.items()}
         sealed = {**manifest, "files": sizes, "sha256": hashes}
-        (step / MANIFEST).write_text(json.dumps(sealed, indent=1))
+        (step / MANIFEST).write_text(json.dumps(sealed, indent=1), encoding="utf-8")
         config.update(attn=None, output_dir=str(target))  # null: what the checkpoint says
         (folder / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         lines = (run / LOG).read_text(encoding="utf-8").splitlines(keepends=True)

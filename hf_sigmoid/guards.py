@@ -52,7 +52,7 @@ def guard_peft_model() -> None:
         if record := _record(self):
             for config in Path(save_directory).rglob("adapter_config.json"):
                 temporary = config.with_name(f".{RECORD}.tmp")
-                temporary.write_text(json.dumps(record, indent=2) + "\n")
+                temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
                 os.replace(temporary, config.with_name(RECORD))
         return result
 
@@ -120,7 +120,7 @@ def _check_base(model: nn.Module, model_id: str, options: dict) -> None:
     )  # fmt: skip
     if path is None:
         return
-    trained, has = json.loads(Path(path).read_text()), _record(model)
+    trained, has = json.loads(Path(path).read_text(encoding="utf-8")), _record(model)
     if trained != has:
         raise Unsupported(
             f"{model_id} was trained on a model converted to {trained}, and this one "

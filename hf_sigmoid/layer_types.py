@@ -1,13 +1,18 @@
 """Entries of `layer_types` that keep a program without this package from running softmax.
 
-In a config.json that has our section every converted layer is of a type of its own,
+In a config.json that has our section every converted layer is of a type of its own, and so is the
+model:
 
-    "layer_types": ["sliding_attention by hf_sigmoid", "full_attention by hf_sigmoid", …]
+    "model_type": "gemma3_text by hf_sigmoid",
+    "layer_types": ["sliding_attention by hf_sigmoid", "full_attention by hf_sigmoid", …],
+    "num_hidden_layers by hf_sigmoid": 26,
 
-or "ssmax by hf_sigmoid" where the config has no types. transformers refuses types that it does not
-know, whatever attention function it is asked for, in every class that reads a config, and its
-message prints them. Here they are put into the JSON text that a config writes and taken out of what
-it is read from, so a config in memory never has them.
+the layers "ssmax by hf_sigmoid" where the config has no types. transformers refuses types that it
+does not know, whatever attention function it is asked for: its Auto classes the model's, and each
+class of a model the layers'; the messages print them. Tokenizers and processors still load: for
+them it falls back to a bare config, which looks at layers only beside their number. Here the
+entries are put into the JSON text that a config writes and taken out of what it is read from, so a
+config in memory never has them.
 
 `register` wraps three methods of PreTrainedConfig; nothing here loads torch or model classes.
 """
@@ -22,20 +27,28 @@ from hf_sigmoid.wraps import Wrap, install
 
 BY = " by hf_sigmoid"
 FUNCTIONS = ("sigmoid", "ssmax")
+HOLDER = "log_length"  # the holder's name on an attention module, and so in a checkpoint
 WITHOUT_ATTENTION = ("conv", "linear_attention", "moe")
 # A property without a setter: every config class refuses the key, and logs its value.
 REFUSED_KEY = "use_return_dict"
 
 
 def mark(config: PreTrainedConfig, written: dict[str, Any]) -> None:
-    """Put our entries into a config's JSON, in place, for it and its parts that have a section."""
+    """Put our entries into a config's JSON, in place."""
+    if _mark_layers(config, written) and "model_type" in written:
+        written["model_type"] += BY
+
+
+def _mark_layers(config: PreTrainedConfig, written: dict[str, Any]) -> bool:
+    """Of a config, and of its parts, that have a section. Is there one?"""
+    found = False
     for name, value in written.items():
         part = vars(config).get(name)
         if isinstance(value, dict) and isinstance(part, PreTrainedConfig):
-            mark(part, value)
+            found |= _mark_layers(part, value)
     section = vars(config).get("hf_sigmoid")
     if not isinstance(section, dict):
-        return
+        return found
     function, chosen, count = section.get("function"), section.get("layers"), layer_count(config)
     # The JSON leaves out what is the class's default.
     own = written.get("layer_types") or vars(config).get("layer_types")
@@ -46,10 +59,13 @@ def mark(config: PreTrainedConfig, written: dict[str, Any]) -> None:
     written["layer_types"] = [
         f"{each if own else function}{BY}" if i in layers else each for i, each in enumerate(types)
     ]
-    if not hasattr(config, "num_hidden_layers"):
-        written["num_hidden_layers"] = None  # types are looked at where there is a number of layers
+    if "num_hidden_layers" in written:
+        written[f"num_hidden_layers{BY}"] = written.pop("num_hidden_layers")
+    elif not hasattr(config, "num_hidden_layers"):
+        written["num_hidden_layers"] = None  # else the types would not be looked at
     if "__class_validators__" not in vars(type(config)):  # a class of somebody's own, not validated
         written[REFUSED_KEY] = f"{function}{BY}: pip install hf-sigmoid, import hf_sigmoid"
+    return True
 
 
 def unmarked(read: dict[str, Any]) -> dict[str, Any]:
@@ -57,6 +73,10 @@ def unmarked(read: dict[str, Any]) -> dict[str, Any]:
     plain = {
         name: unmarked(value) if isinstance(value, dict) else value for name, value in read.items()
     }
+    if isinstance(plain.get("model_type"), str):
+        plain["model_type"] = plain["model_type"].removesuffix(BY)
+    if f"num_hidden_layers{BY}" in plain:
+        plain["num_hidden_layers"] = plain.pop(f"num_hidden_layers{BY}")
     types = plain.get("layer_types")
     if isinstance(types, list) and any(isinstance(t, str) and t.endswith(BY) for t in types):
         types = [each.removesuffix(BY) for each in types]

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_sigmoid.conversions.models import saved_dtype
+from hf_sigmoid.checkpoint_files import saved_dtype
 from hf_sigmoid.errors import BadInput
 
 

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_sigmoid.layer_types import FUNCTIONS
-
-HOLDER = "log_length"  # the holder's name on an attention module, and so in a checkpoint
+from hf_sigmoid.layer_types import FUNCTIONS, HOLDER
 
 
 class LogLength(nn.Module):

@@ -109,7 +109,9 @@ def measure(row: Row, kernel: triton.compiler.CompiledKernel, log: str, folder: 
     if folder:
         files = {"asm": text, "log": log, "ttgir": asm["ttgir"], "ptx": asm.get("ptx", "")}
         for kind, content in files.items():
-            Path(folder, re.sub(r"[ /]", "-", f"{row}.{kind}")).write_text(content)
+            Path(folder, re.sub(r"[ /]", "-", f"{row}.{kind}")).write_text(
+                content, encoding="utf-8"
+            )
 
     row.total, row.loops = count(instructions), find_loops(instructions)
     if {"BLOCK_M", "BLOCK_N"} <= constants.keys():

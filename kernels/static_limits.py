@@ -77,7 +77,7 @@ def ratchet(row: Row) -> dict[str, float]:
 
 def read_baselines() -> tuple[dict, dict]:
     """The baselines of all Triton versions, and the installed one's, which may be empty."""
-    baselines = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
+    baselines = json.loads(BASELINE.read_text(encoding="utf-8")) if BASELINE.exists() else {}
     return baselines, baselines.get(triton.__version__, {})
 
 
@@ -85,7 +85,7 @@ def write_baseline(rows: list[Row]) -> None:
     """Replace the installed version's figures of these rows."""
     baselines, baseline = read_baselines()
     baselines[triton.__version__] = baseline | {str(row): ratchet(row) for row in rows}
-    BASELINE.write_text(json.dumps(baselines, indent=1, sort_keys=True) + "\n")
+    BASELINE.write_text(json.dumps(baselines, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def grown(row: Row, baseline: dict[str, dict[str, float]]) -> list[str]:

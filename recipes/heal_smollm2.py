@@ -88,7 +88,9 @@ def main(argv: list[str] | None = None) -> None:
     needles = stages.kept("needles.json", lambda: find_needles(models))
     cost = stages.kept("calibration.json", lambda: calibration_cost(texts["calibration"]))
     logs = {name: _log(out / name / "log.jsonl") for name in STEPS}
-    difference = json.loads((out / "ssmax/report.json").read_text())["largest_logit_difference"]
+    difference = json.loads((out / "ssmax/report.json").read_text(encoding="utf-8"))[
+        "largest_logit_difference"
+    ]
     results = {
         "perplexity": figures, "needles": needles, "calibration": cost,
         "ssmax_logit_difference": difference, "seconds": stages.seconds,
@@ -132,7 +134,7 @@ class Stages:
     def __init__(self, out: Path):
         self.out = out
         self.file = out / "stages.json"
-        known = json.loads(self.file.read_text()) if self.file.exists() else {}
+        known = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {}
         self.seconds: dict[str, float] = known.get("seconds", {})
         self.commands: dict[str, str] = known.get("commands", {})
 
@@ -168,7 +170,7 @@ class Stages:
         file = self.out / name
         if not file.exists():
             write_text(file, json.dumps(make(), indent=1))
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
 def make_texts(folder: Path) -> dict[str, str]:
@@ -216,7 +218,7 @@ def measure(models: dict[str, str], held_out: dict[str, str]) -> dict:
             source: {
                 str(length): perplexity(
                     model,
-                    token_windows(tokenizer, Path(file).read_text(), length, count),
+                    token_windows(tokenizer, Path(file).read_text(encoding="utf-8"), length, count),
                     name=f"{name}, {source}, {length} tokens",
                 )
                 for length, count in WINDOWS.items()
@@ -235,7 +237,8 @@ from hf_sigmoid.conversions import calibrate, checkpoint, token_windows
 what, text = sys.argv[1:]
 path = checkpoint("smollm2")
 model = AutoModelForCausalLM.from_pretrained(path).eval()
-ids = token_windows(AutoTokenizer.from_pretrained(path), open(text).read(), 512, 64)
+text = open(text, encoding="utf-8").read()
+ids = token_windows(AutoTokenizer.from_pretrained(path), text, 512, 64)
 start = time.perf_counter()
 if what == "calibration":
     calibrate(model, ids.split(4), query=True)
@@ -244,7 +247,8 @@ else:
         for batch in ids[:8].split(4):
             model(batch, use_cache=False)
 # Not getrusage: a child inherits the maximum of the process that started it.
-status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+status = open("/proc/self/status", encoding="utf-8")
+status = dict(line.split(":", 1) for line in status if ":" in line)
 peak = int(status["VmHWM"].split()[0]) * 1024
 print(json.dumps({"seconds": time.perf_counter() - start, "peak_bytes": peak}))
 """
@@ -262,7 +266,7 @@ def calibration_cost(file: str) -> dict:
 
 
 def _log(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _curve(log: list[dict]) -> list[dict]:

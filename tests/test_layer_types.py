@@ -123,6 +123,17 @@ def test_a_config_in_memory_has_transformers_own_types(converted):
     assert not hasattr(llava.vision_config, "layer_types")
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "llava"])
+def test_its_tokenizer_loads_without_the_package(converted, name):
+    tiny_models.byte_tokenizer().save_pretrained(converted[name])
+    code = f"""
+from transformers import AutoTokenizer
+print(AutoTokenizer.from_pretrained({str(converted[name])!r})("words").input_ids)
+"""
+    ran = without_the_package(code)
+    assert ran.stdout == f"{tiny_models.byte_tokenizer()('words').input_ids}\n", ran.stderr
+
+
 def test_a_config_saved_alone_is_refused_too(tmp_path):
     config = tiny_models.config("llama")
     hf_sigmoid.configure(config, "ssmax")

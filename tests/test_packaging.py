@@ -1,5 +1,6 @@
 """What the import costs and brings, and the names that must not collide."""
 
+import ast
 import importlib.util
 import json
 import subprocess
@@ -102,6 +103,41 @@ def test_the_plugin_and_conversions_need_no_extra():
         "model = AutoModelForCausalLM.from_config(config, attn_implementation='sigmoid')\n"
         "model(torch.ones(1, 4, dtype=torch.long))\n"
     )
+
+
+def test_every_text_file_is_opened_as_utf8():
+    """Under a locale that is not UTF-8 Python would take its encoding, and fail after the work."""
+    files = [
+        file
+        for folder in ("hf_sigmoid", "kernels", "conversions", "recipes")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
+    assert len(files) > 100
+    bare = []
+    for file in files:
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and _opens_text_without_encoding(call):
+                bare.append(f"{file.relative_to(ROOT)} line {call.lineno}")
+    assert not bare
+
+
+def _opens_text_without_encoding(call: ast.Call) -> bool:
+    is_method = isinstance(call.func, ast.Attribute)
+    name = call.func.attr if is_method else getattr(call.func, "id", "")
+    if any(keyword.arg == "encoding" for keyword in call.keywords):
+        return False
+    if is_method and name in ("read_text", "write_text"):
+        ours = isinstance(call.func.value, ast.Name) and call.func.value.id == "checkpointing"
+        return not ours and len(call.args) <= (name == "write_text")
+    if name not in ("open", "fdopen", "NamedTemporaryFile", "TemporaryFile"):
+        return False
+    words = [*call.args, *(keyword.value for keyword in call.keywords)]
+    texts = [word.value for word in words if isinstance(word, ast.Constant)]
+    modes = [text for text in texts if isinstance(text, str) and set(text) <= set("rwaxbt+")]
+    if name in ("NamedTemporaryFile", "TemporaryFile"):
+        return bool(modes) and "b" not in modes[0]
+    of_path = is_method and getattr(call.func.value, "id", "") in ("os", "gzip", "zstandard")
+    return not of_path and not any("b" in mode for mode in modes)
 
 
 def test_the_folder_kernels_never_shadows_hugging_faces_package():

@@ -1,0 +1,133 @@
+"""The weights in a checkpoint's safetensors files, by name, as they lie there.
+
+A model in memory has one dtype; the files that it was loaded from may mix them (float32 norms,
+routers or heads in a bfloat16 model). What a command leaves alone is written as it came.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from hf_sigmoid.layer_types import HOLDER
+
+FLOATING = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+WRITTEN_AT_ONCE = 1 << 26  # bytes of a tensor that are hashed together
+
+
+def weight_files(source: str | Path) -> list[Path]:
+    """Of a folder or of a hub id in the cache, sorted; none if it has no safetensors files."""
+    names = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)
+    found = (
+        cached_file(str(source), name, _raise_exceptions_for_missing_entries=False)
+        for name in names
+    )
+    first = next((Path(file) for file in found if file is not None), None)
+    if first is None or first.name == SAFE_WEIGHTS_NAME:
+        return [] if first is None else [first]
+    shards = json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()
+    return [Path(cached_file(str(source), shard)) for shard in sorted({*shards})]
+
+
+def weights_of(source: str | Path) -> dict[str, tuple[Path, str]]:
+    """The file and the dtype, as safetensors names it, of every weight; row numbers left out."""
+    found = {}
+    for file in weight_files(source):
+        with safe_open(file, "pt") as tensors:
+            for name in list(tensors.keys()):
+                if f".{HOLDER}." not in name:
+                    found[name] = (file, tensors.get_slice(name).get_dtype())
+    return found
+
+
+def dtypes_of(source: str | Path) -> set[torch.dtype]:
+    """The floating dtypes of a checkpoint's weights."""
+    kinds = {kind for _, kind in weights_of(source).values()}
+    return {FLOATING[kind] for kind in kinds if kind in FLOATING}
+
+
+def saved_dtype(source: str | Path) -> torch.dtype | None:
+    """The one dtype of a checkpoint's weights, None if it has several.
+
+    Its config may name another, which transformers' "auto" would round the weights to.
+    """
+    found = dtypes_of(source)
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def files_sha256(source: str | Path) -> str:
+    """SHA-256 of the weights as they lie in the files: names, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in _tensors(source):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        flat = tensor.contiguous().flatten().view(torch.uint8)
+        for part in flat.split(WRITTEN_AT_ONCE):
+            digest.update(part.numpy())
+    return digest.hexdigest()
+
+
+def give_back(
+    folder: Path, source: str | Path, *, cast: bool = False, **known: dict[str, Tensor]
+) -> None:
+    """Write every weight of `folder` that a command left alone as it lies in its source's files.
+
+    A weight was left alone if it is the source's, in the dtype that it was held in meanwhile.
+
+    Args:
+        cast: also give those that changed the dtype of the source's.
+        known: `originals`, by name, of weights that the source itself holds changed.
+    """
+    originals = known.get("originals", {})
+    places = weights_of(source)
+    total = 0
+    for file in weight_files(folder):
+        written, changed = load_file(file), False
+        for name, tensor in written.items():
+            if name not in places and name not in originals:
+                continue
+            original = originals[name] if name in originals else _tensor(places[name][0], name)
+            if original.dtype == tensor.dtype or original.shape != tensor.shape:
+                continue
+            if _same_bits(original.to(tensor.dtype), tensor):
+                written[name], changed = original, True
+            elif cast:
+                written[name], changed = tensor.to(original.dtype), True
+        total += sum(tensor.nbytes for tensor in written.values())
+        if changed:
+            _replace(file, written)
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        content = json.loads(index.read_text(encoding="utf-8"))
+        content.setdefault("metadata", {})["total_size"] = total
+        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _tensors(source: str | Path) -> Iterator[tuple[str, Tensor]]:
+    for name, (file, _) in sorted(weights_of(source).items()):
+        yield name, _tensor(file, name)
+
+
+def _tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_tensor(name)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    one, other = (t.contiguous().flatten().view(torch.uint8) for t in (one, other))
+    return torch.equal(one, other)
+
+
+def _replace(file: Path, tensors: dict[str, Tensor]) -> None:
+    temporary = file.with_name(f".{file.name}.tmp")
+    save_file(tensors, temporary, {"format": "pt"})
+    os.replace(temporary, file)
