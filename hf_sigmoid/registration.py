@@ -121,6 +121,7 @@ def _wrap_get_correct(original):
 
     def get_correct_attn_implementation(self, requested_attention, is_init_check=False):
         configuration.forget_default(self, requested_attention)
+        support.check_name(type(self), requested_attention)
         if requested_attention in FUNCTIONS:
             support.check_class(type(self), self.config, requested_attention)
             if not getattr(self.config, "hf_sigmoid", None):
@@ -220,21 +221,22 @@ def _wrap_finalize(original):
         lacking = sorted(
             key for key in info.missing_keys if part in key and not _is_new(model, key)
         )
+        source = load_config.pretrained_model_name_or_path
         for keys, problem in (
-            (extra, "has parameters that its"),
-            (lacking, "lacks parameters of its"),
+            (extra, "has parameters that its config.json does not name"),
+            (lacking, "lacks parameters that its config.json names"),
         ):
             if keys:
                 shown = ", ".join(keys[:3]) + (
                     f" and {len(keys) - 3} more" if len(keys) > 3 else ""
                 )
                 section = getattr(model.config, "hf_sigmoid", None)
+                said = dict(section) if section else "absent"
                 raise ValueError(
-                    f"{load_config.pretrained_model_name_or_path}: the checkpoint {problem} "
-                    f"config.json's section hf_sigmoid ({dict(section) if section else 'absent'}) "
-                    f"does not agree with: {shown}"
+                    f"{source}: the checkpoint {problem}: {shown}. The section hf_sigmoid of "
+                    f"config.json is {said}; expected the two as one command wrote them"
                 )
-        support.remember_source(model, str(load_config.pretrained_model_name_or_path))
+        support.remember_source(model, str(source))
         if support.runs_unconverted_sigmoid(model):
             support.warn_of_softmax_weights(model)
         for _, module in parameters.holders(model):

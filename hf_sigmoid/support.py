@@ -1,5 +1,6 @@
 """Which models can run: refused by name before anything changes, never softmax under our name."""
 
+import difflib
 import functools
 import re
 import sys
@@ -58,6 +59,42 @@ def check_class(
         _refuse_tables_of_classes(sys.modules[cls.__module__], function)
     refuse_scaled_twice(config, function)
     refuse_own_masks(config, function)
+
+
+def check_name(cls: "type[PreTrainedModel]", request: str | None) -> None:
+    """Raise ValueError, with the nearest name, for a name that is none of an attention function.
+
+    A name with "/" is of a kernel on the hub, which transformers looks up.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+    if request is None or not isinstance(request, str) or request in known or "/" in request:
+        return
+    near = difflib.get_close_matches(request.lower(), known, n=1)
+    raise ValueError(
+        f"attn_implementation={request!r} is no attention function"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+        + f" {cls.__name__} can be given {', '.join(_servable(cls, known))}"
+    )
+
+
+def _servable(cls: "type[PreTrainedModel]", known: Sequence[str]) -> list[str]:
+    """Those of the known names that a class says it supports, ours first."""
+    flags = {
+        "sdpa": "_supports_sdpa",
+        "flex": "_supports_flex_attn",
+        "flash": "_supports_flash_attn",
+    }
+    return [
+        *FUNCTIONS,
+        *(
+            name
+            for name in known
+            if name not in FUNCTIONS
+            and all(getattr(cls, flag, True) for word, flag in flags.items() if word in name)
+        ),
+    ]
 
 
 def check_parts(config: PreTrainedConfig, request: str | dict) -> None:
