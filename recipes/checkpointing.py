@@ -148,7 +148,8 @@ def publish(
     """Let every process `fill` a temporary folder, and give it its name once all is on disk.
 
     Raises:
-        Failed: no space, no permission, a file-system error. The temporary folder is gone then.
+        Failed: no space, no permission, a file-system error. The temporary folder is gone then,
+            as it is after Ctrl-C.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     try:
@@ -166,6 +167,9 @@ def publish(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise Failed(f"{folder} could not be written: {error}") from error
+    except KeyboardInterrupt:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _take_the_place(temporary: Path, folder: Path) -> None:

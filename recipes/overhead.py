@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import errors
+import errors  # before all that takes long: Ctrl-C is one line from here on
+
+# isort: split
 import run_config
 import torch
+from checkpointing import write_text
 from continue_pretrain import Training
 from packing import Packer, step_batches
-from stop_signal import StopSignal
 from tqdm import tqdm
 
 FILE = Path(__file__).parent / "results" / "overhead.json"
@@ -37,7 +39,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         found = measure(args, Path(folder))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_text(args.out, json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return found
 
@@ -104,7 +106,6 @@ def _prepared(args: argparse.Namespace, folder: Path, *keys: str) -> Training:
     training = Training(run)
     training.check()
     training.build()
-    training.stop = StopSignal()
     return training
 
 
