@@ -20,8 +20,13 @@ import sys
 import time
 from pathlib import Path
 
+import errors  # before all that takes long: Ctrl-C is one line from here on
+
+# isort: split
+import commands
 import torch
 from checkpointing import write_text
+from errors import BadInput
 from heal_report import markdown, picture
 from transformers import AutoTokenizer
 from transformers.utils import logging
@@ -38,6 +43,9 @@ WINDOWS = {512: 24, 1024: 12}  # length -> windows of each source: the same toke
 NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SEED = 0
 STEPS = {"numbers": 40, "healed": 160}
+LAUNCHED = (
+    "accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no "
+)
 CHAPTERS, LEADS = "austen", "wikipedia"
 
 
@@ -49,6 +57,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, nargs=2, default=list(STEPS.values()), metavar="N",
                         help="layer-wise and end to end")  # fmt: skip
     args = parser.parse_args(argv)
+    if not Path("/proc/self/status").exists():
+        raise BadInput(f"peak memory is read off /proc: expected Linux, got {sys.platform}")
     logging.set_verbosity_error()
     out, steps = args.out, dict(zip(STEPS, args.steps, strict=True))
     texts = make_texts(out / "texts")
@@ -61,10 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         "converted", *convert, "sigmoid", "--init", "calibrated-query",
         "--calibrate", texts["calibration"], "--windows", "32", "--window", "1024",
     )  # fmt: skip
-    recipe = (
-        "accelerate", "launch", "--num_processes", "1", "--num_machines", "1",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "recipes/distil_attention.py",
-    )  # fmt: skip
+    recipe = ("python", "recipes/distil_attention.py")
     training = (
         "output_dir=OUT", f"seed={SEED}", f"data.path=[{texts[CHAPTERS]},{texts[LEADS]}]",
         f"evaluate.path=[{held_out[CHAPTERS]},{held_out[LEADS]}]", "evaluate.windows=12",
@@ -141,7 +148,8 @@ class Stages:
         folder = self.out / name
         done = folder / ("final" if "output_dir=OUT" in command else "config.json")
         asked = shlex.join(command)
-        known = self.commands.setdefault(name, asked)
+        # Folders of earlier releases were made by the same recipe under a launcher.
+        known = self.commands.setdefault(name, asked).replace(LAUNCHED, "python ")
         if known != asked:
             raise SystemExit(
                 f"error: {folder} was made by {known!r}, not {asked!r}: use another --out"
@@ -154,9 +162,7 @@ class Stages:
         print(f"[{name}] {shlex.join(command)}", flush=True)
         start = time.perf_counter()
         try:
-            subprocess.run(
-                [str(Path(sys.executable).with_name(command[0])), *command[1:]], check=True
-            )
+            commands.run(command)
         finally:
             spent = time.perf_counter() - start
             self.seconds[name] = round(self.seconds.get(name, 0.0) + spent, 1)
@@ -227,6 +233,8 @@ def measure(models: dict[str, str], held_out: dict[str, str]) -> dict:
 
 
 MEASURED = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # who runs this says that it was interrupted
 import json, sys, time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -272,4 +280,4 @@ def _curve(log: list[dict]) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main()
+    errors.run(main)

@@ -22,11 +22,14 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import statistics
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
+
+import errors
 
 RESULTS = Path(__file__).with_name("results")
 METHODS = ("default", "constant", "quack", "qk-norm")
@@ -84,9 +87,15 @@ def sweep(wanted: list[dict[str, Any]], file: Path, jobs: int) -> None:
             for row in results:
                 _append(log, row, bar)
             return
-        with ProcessPoolExecutor(jobs, context, initializer=_one_thread) as pool:
-            for future in as_completed([pool.submit(train, run) for run in missing]):
-                _append(log, future.result(), bar)
+        with ProcessPoolExecutor(jobs, context, initializer=_begin_job) as pool:
+            try:
+                for future in as_completed([pool.submit(train, run) for run in missing]):
+                    _append(log, future.result(), bar)
+            except KeyboardInterrupt:
+                # Or the pool would make all the other runs first.
+                for process in multiprocessing.active_children():
+                    process.terminate()
+                raise
 
 
 def load(file: Path) -> list[dict[str, Any]]:
@@ -303,11 +312,13 @@ def _write(file: Path, text: str) -> None:
     os.replace(temporary, file)
 
 
-def _one_thread() -> None:
+def _begin_job() -> None:
+    """One thread; Ctrl-C is for the process that made this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
     torch.set_num_threads(1)
 
 
 if __name__ == "__main__":
-    main()
+    errors.run(main)
