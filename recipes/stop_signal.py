@@ -41,9 +41,7 @@ class StopSignal:
             if self.interrupted:
                 raise KeyboardInterrupt
             self.interrupted = True
-            if _speaks():
-                # Not print: it may be in the middle of a line when this comes.
-                os.write(2, b"\nCtrl-C: stopping once this step is saved; again: at once\n")
+            _say("Ctrl-C: stopping once this step is saved; again: at once")
         self.asked = True
 
     def __exit__(self, *error: object) -> None:
@@ -51,17 +49,19 @@ class StopSignal:
             signal.signal(number, previous)
 
 
-def _speaks() -> bool:
-    """Whether this is the process of several that says what all of them do."""
-    return os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None
+def _say(words: str) -> None:
+    """On stderr, by the one process of several that says what all of them do."""
+    if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
+        # Not print, which may be in the middle of a line, nor sys.stderr, which torch's hook of a
+        # group of processes replaces.
+        os.write(2, f"\n{words}\n".encode())
 
 
 def _end(error: BaseException) -> None:
     with contextlib.suppress(OSError, ValueError):  # another thread; a reader that has gone
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stdout.flush()
-        if _speaks():
-            print(f"\n{error if error.args else GO_ON}", file=sys.stderr, flush=True)
+        _say(str(error) or GO_ON)
     # Now: threads and other processes of a group may never come to their ends.
     os._exit(STATUS)
 
