@@ -20,6 +20,7 @@ import errors  # before all that takes long: Ctrl-C is one line from here on
 import checkpointing
 import dry_run
 import finished_model
+import opening
 import optimization
 import parallel
 import resuming
@@ -74,7 +75,10 @@ class Training(Update):
             return self._describe()
         final = self.final
         if not self._is_finished():
-            self._check_disk()
+            # PEFT changes the twin, which is a model to ask about; it is not needed afterwards.
+            model, self.twin = trained.select(self.twin, self.run), None
+            self._open(model)
+            self._check_disk(model)
             self.build()
             final = self._train()
         if final and plot and self.main:
@@ -84,11 +88,11 @@ class Training(Update):
     def _describe(self) -> None:
         run = self.run
         model = trained.select(self.twin, run)
+        self._open(model)
         groups = optimization.parameter_groups(model, run, self.query_key_names(model))
         lines = dry_run.describe(
-            run, model=model, groups=groups, layout=self.layout, corpus=self.corpus,
-            blocks=self.blocks_per_step,
-        )  # fmt: skip
+            run, model=model, groups=groups, layout=self.layout, blocks=self.blocks_per_step
+        )
         for line in lines:
             self._say(line)
         if self.layout.world > 1:
@@ -99,6 +103,19 @@ class Training(Update):
         self.control = LogitControl(run.optim, cut)
         self.model = trained.select(cut, run).train()
         self._say(dry_run.one_step(self, self.model))
+
+    def _open(self, model: Any) -> None:
+        """The first lines."""
+        if not self.main:
+            return
+        size = {True: 0, False: 0}
+        for parameter in model.parameters():
+            size[parameter.requires_grad] += parameter.numel()
+        kind = f"train.parameters={self.run.parameters}"
+        trains = opening.parameters(kind, size[True], sum(size.values()))
+        attention = model.config._attn_implementation
+        for line in opening.describe(self, model, attention, [trains], self.counted):
+            self._say(line)
 
     def _train(self) -> Path | None:
         run, done, pending = self.run, 0, None

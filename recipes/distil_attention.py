@@ -21,6 +21,7 @@ import errors  # before all that takes long: Ctrl-C is one line from here on
 
 # isort: split
 import checkpointing
+import opening
 import optimization
 import resuming
 import run_config
@@ -169,10 +170,18 @@ class Run(Loop):
         self.probe = self.probe.to(device)
         set_seed(run.seed)  # the start of low-rank changes
         rank = run.optim.lora_rank if "lora" in stages else None
+        attention = student.config._attn_implementation  # before it is that of this recipe
         self.distillation = Distillation(student, teacher, lora_rank=rank, probe=self.probe)
-        self.named = {}
-        for stage in stages:
-            self.named |= self.distillation.select(stage)
+        self.named, trains, total = {}, [], sum(p.numel() for p in student.parameters())
+        for name in ("layerwise", "end_to_end"):
+            if (stage := getattr(run, name)).steps:
+                chosen = self.distillation.select(stage.train)
+                self.named |= chosen
+                number = sum(p.numel() for p in chosen.values())
+                what = f"{name}, {stage.steps:,} steps, {stage.train}"
+                trains.append(opening.parameters(what, number, total))
+        for line in opening.describe(self, student, attention, trains) if self.main else ():
+            self._say(line)
         if resumed:
             load_trained(resumed.folder / TRAINED, self.named)
             self.packer.load_state(resumed.manifest["packer"])
