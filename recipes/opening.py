@@ -24,7 +24,7 @@ def describe(
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT's
     precision = {"fp32": "float32", "bf16": "bfloat16 autocast over float32 weights"}
     yield (
-        f"{loop.run.model}: {type(base).__name__}, attention {attention}, {loop.layout} on "
+        f"model {loop.run.model}: {type(base).__name__}, attention {attention}, {loop.layout} on "
         f"{loop.accelerator.device.type}, {precision[loop.run.train.precision]}"
         + parallel.less_than_asked(loop.accelerator)
     )
@@ -34,7 +34,7 @@ def describe(
     for said, source, weight in zip(
         corpus.describe().split("\n"), corpus.parts, corpus.weights, strict=True
     ):
-        yield f"{said}, {_reading(source, loop.encode, round(read * weight / total), tokens)}"
+        yield f"text {said}, {_reading(source, loop.encode, round(read * weight / total), tokens)}"
 
 
 def parameters(kind: str, trained: int, total: int) -> str:

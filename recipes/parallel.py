@@ -145,8 +145,8 @@ def begin(precision: str, *, splits: bool = True, **options: Any) -> tuple[Accel
     started = max([0, *(_number(size) for size, rank in STARTED.items() if rank in os.environ)])
     if started > accelerator.num_processes:
         raise BadInput(
-            f"the launcher started {started} processes, each for a GPU of its own (num_processes of "
-            "recipes/accelerate/*.yaml), and torch finds no GPU here, so that each would train "
+            f"the launcher started {started} processes, each for a GPU of its own (num_processes "
+            "of recipes/accelerate/*.yaml), and torch finds no GPU here, so that each would train "
             f"alone: expected a GPU for each, or one process; {TWO_ON_CPU}"
         )
     layout = _layout(accelerator)
