@@ -21,7 +21,7 @@ def check_folder(folder: Path) -> None:
     """
     output_folder.check(folder, "--out")
     held = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    if SUMMARY in held and FILE not in held:
+    if read(folder) is None:
         read(folder, SUMMARY)  # of `eval report`
     # What a run may leave that was killed before it had written anything else.
     begun = {RunLock.FILE, f".{FILE}", *(part.name for part in folder.glob(store.PARTS))}
