@@ -54,14 +54,15 @@ def _say(words: str) -> None:
     if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
         # Not print, which may be in the middle of a line, nor sys.stderr, which torch's hook of a
         # group of processes replaces.
-        os.write(2, f"\n{words}\n".encode())
+        with contextlib.suppress(OSError):  # a terminal that has gone
+            os.write(2, f"\n{words}\n".encode())
 
 
 def _end(error: BaseException) -> None:
     with contextlib.suppress(OSError, ValueError):  # another thread; a reader that has gone
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stdout.flush()
-        _say(str(error) or GO_ON)
+    _say(str(error) or GO_ON)
     # Now: threads and other processes of a group may never come to their ends.
     os._exit(STATUS)
 
