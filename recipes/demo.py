@@ -93,7 +93,7 @@ def _print_table(after: dict[str, float], summary: dict) -> None:
     for (name, trained), model in zip(after.items(), summary["models"], strict=True):
         converted = trained
         if name in FUNCTIONS:
-            report = json.loads((OUT / name / "report.json").read_text())
+            report = json.loads((OUT / name / "report.json").read_text("utf-8"))
             converted = report["perplexity_after"]
         cells = model["lengths"]
         found = f"{sum(cell['correct'] for cell in cells)}/{sum(cell['n'] for cell in cells)}"

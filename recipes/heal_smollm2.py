@@ -31,7 +31,7 @@ from heal_report import markdown, picture
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from hf_sigmoid import text
+from hf_sigmoid import output_folder, text
 from hf_sigmoid.conversions import checkpoint, perplexity, token_windows
 from hf_sigmoid.conversions.haystack import Haystack
 from hf_sigmoid.conversions.needles import found, prompts
@@ -59,6 +59,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not Path("/proc/self/status").exists():
         raise BadInput(f"peak memory is read off /proc: expected Linux, got {sys.platform}")
+    for option, folder in (("--out", args.out), ("--results", args.results)):
+        output_folder.check(folder, option)
     logging.set_verbosity_error()
     out, steps = args.out, dict(zip(STEPS, args.steps, strict=True))
     texts = make_texts(out / "texts")
@@ -95,10 +97,12 @@ def main(argv: list[str] | None = None) -> None:
     needles = stages.kept("needles.json", lambda: find_needles(models))
     cost = stages.kept("calibration.json", lambda: calibration_cost(texts["calibration"]))
     logs = {name: _log(out / name / "log.jsonl") for name in STEPS}
-    difference = json.loads((out / "ssmax/report.json").read_text())["largest_logit_difference"]
+    difference = json.loads((out / "ssmax/report.json").read_text("utf-8"))[
+        "largest_logit_difference"
+    ]
     results = {
         "perplexity": figures, "needles": needles, "calibration": cost,
-        "ssmax_logit_difference": difference, "seconds": stages.seconds,
+        "ssmax_logit_difference": report["largest_logit_difference"], "seconds": stages.seconds,
         "commands": stages.commands,
         "curve": {name: _curve(log) for name, log in logs.items()},
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
@@ -139,7 +143,7 @@ class Stages:
     def __init__(self, out: Path):
         self.out = out
         self.file = out / "stages.json"
-        known = json.loads(self.file.read_text()) if self.file.exists() else {}
+        known = json.loads(self.file.read_text("utf-8")) if self.file.exists() else {}
         self.seconds: dict[str, float] = known.get("seconds", {})
         self.commands: dict[str, str] = known.get("commands", {})
 
@@ -174,7 +178,7 @@ class Stages:
         file = self.out / name
         if not file.exists():
             write_text(file, json.dumps(make(), indent=1))
-        return json.loads(file.read_text())
+        return json.loads(file.read_text("utf-8"))
 
 
 def make_texts(folder: Path) -> dict[str, str]:
@@ -222,7 +226,7 @@ def measure(models: dict[str, str], held_out: dict[str, str]) -> dict:
             source: {
                 str(length): perplexity(
                     model,
-                    token_windows(tokenizer, Path(file).read_text(), length, count),
+                    token_windows(tokenizer, Path(file).read_text("utf-8"), length, count),
                     name=f"{name}, {source}, {length} tokens",
                 )
                 for length, count in WINDOWS.items()
@@ -243,7 +247,8 @@ from hf_sigmoid.conversions import calibrate, checkpoint, token_windows
 what, text = sys.argv[1:]
 path = checkpoint("smollm2")
 model = AutoModelForCausalLM.from_pretrained(path).eval()
-ids = token_windows(AutoTokenizer.from_pretrained(path), open(text).read(), 512, 64)
+words = open(text, encoding="utf-8").read()
+ids = token_windows(AutoTokenizer.from_pretrained(path), words, 512, 64)
 start = time.perf_counter()
 if what == "calibration":
     calibrate(model, ids.split(4), query=True)
@@ -270,7 +275,7 @@ def calibration_cost(file: str) -> dict:
 
 
 def _log(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
 
 
 def _curve(log: list[dict]) -> list[dict]:

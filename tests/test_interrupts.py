@@ -274,3 +274,26 @@ def test_a_sweep_keeps_its_runs_and_ends_its_processes(tmp_path):
     _, alive = psutil.wait_procs(jobs, timeout=10)
     assert not alive
     assert all(json.loads(line) for line in file.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "words"),
+    [
+        ("stability.py", "--jobs 0", "--steps, --seeds and --jobs: expected at least 1"),
+        ("stability.py", "--attn sigmoyd --out OUT", "--attn sigmoyd: "),
+        ("stability.py", "--out FILE", "is a file, expected a folder"),
+        ("overhead.py", "--steps 1", "--steps: expected at least 2"),
+        ("overhead.py", "--out .", "--out: expected a file to write, got the folder"),
+        ("overhead.py", "--model absent/model --out OUT", "absent/model"),
+        ("heal_smollm2.py", "--out FILE", "is a file, expected a folder"),
+    ],
+)
+def test_options_that_cannot_be_used_are_one_line(tmp_path, script, options, words):
+    (tmp_path / "file").touch()
+    places = {"OUT": str(tmp_path / "out"), "FILE": str(tmp_path / "file")}
+    argv = [places.get(word, word) for word in options.split()]
+    run = started(str(RECIPES / script), *argv)
+    _, said = run.communicate(timeout=WAIT)
+    assert run.returncode == 2 and "Traceback" not in said, said
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert words in line and not (tmp_path / "out").exists()
