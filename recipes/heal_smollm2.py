@@ -97,9 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     needles = stages.kept("needles.json", lambda: find_needles(models))
     cost = stages.kept("calibration.json", lambda: calibration_cost(texts["calibration"]))
     logs = {name: _log(out / name / "log.jsonl") for name in STEPS}
-    difference = json.loads((out / "ssmax/report.json").read_text("utf-8"))[
-        "largest_logit_difference"
-    ]
+    report = json.loads((out / "ssmax/report.json").read_text("utf-8"))
     results = {
         "perplexity": figures, "needles": needles, "calibration": cost,
         "ssmax_logit_difference": report["largest_logit_difference"], "seconds": stages.seconds,
