@@ -142,7 +142,7 @@ def chat_frame(tokenizer: Any, options: dict[str, Any]) -> tuple[str, str]:
     if answer is not None and answer.startswith(prompt):
         more = answer.removeprefix(prompt)
         return before, answer if has_none or more.strip() else prompt
-    if not (opens_reasoning or has_none) or (is_blind and not opens_reasoning):
+    if not opens_reasoning and (is_blind or not has_none):
         return before, prompt
     if answer is None or is_blind:
         opened = "opens a block of reasoning" if opens_reasoning else "has no generation prompt"
