@@ -30,6 +30,6 @@ def run(main: Callable[[], object]) -> None:
 
 def _end(error: object, status: int) -> None:
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(10)  # the first process mostly says the same, and its launcher ends the others
+        time.sleep(30)  # the first process mostly says the same, and its launcher ends the others
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(status) from None
