@@ -1,5 +1,6 @@
 """What a recipe says when its input cannot be used, or when a run cannot go on."""
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -18,6 +19,9 @@ def run(main: Callable[[], object]) -> None:
     Status 2 for bad input, 1 for a run that diverged or a command of it that failed. Ctrl-C:
     stop_signal.py.
     """
+    with contextlib.suppress(AttributeError):
+        # A name that a terminal cannot show ends no run.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main()
     except BadInput as error:

@@ -1,6 +1,7 @@
 """The first lines of a run, and launches that start something else than they were asked for."""
 
 import os
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -165,3 +166,12 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(BadInput, match=r"8 processes here, .* and there are 2: expected as many"):
         parallel.begin("fp32", splits=False)
+
+
+def test_names_that_a_terminal_cannot_show_end_no_run(tiny, corpus_file, tmp_path):
+    text = tmp_path / "Gespräche.jsonl"
+    shutil.copy(corpus_file, text)
+    argv = arguments(tiny, str(text), tmp_path / "out", **{"train.steps": 1})
+    run = command("continue_pretrain.py", argv, PYTHONIOENCODING="ascii:strict", WORLD_SIZE="2")
+    assert run.returncode == 0, run.stderr
+    assert "text Gespr\\xe4che.jsonl: 40 documents" in run.stdout
