@@ -37,7 +37,7 @@ STARTED = {
     "WORLD_SIZE": "RANK", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK", "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
 }  # fmt: skip
-TWO_ON_CPU = f"{_CPU}=true accelerate launch --multi_gpu --num_processes 2 ... starts two on the CPU"
+TWO_ON_CPU = f"{_CPU}=true accelerate launch --multi_gpu --num_processes 2 ... starts two on CPU"
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,7 @@ def less_than_asked(accelerator: Accelerator) -> str:
         more = f"{asked} were" if asked < sys.maxsize else "more were"
         return f", though {more} asked for ({TWO_ON_CPU})"
     if gpus > used:
-        return (
-            f", though there are {gpus} GPUs (accelerate launch --num_processes {gpus} ... uses all)"
-        )
+        return f", though there are {gpus} GPUs (accelerate launch --num_processes {gpus} ...)"
     if visible and accelerator.device.type == "cpu" and not _is_set(_CPU):
         return f", though a GPU was asked for (CUDA_VISIBLE_DEVICES={visible}): torch finds none"
     return ""
