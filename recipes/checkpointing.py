@@ -5,6 +5,7 @@ the SHA-256 of every file, and renamed. Whatever a killed run left behind has no
 wrong name and is never read; whatever has changed since is found by its hash.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -82,7 +83,9 @@ def save(
         for old in _complete(root)[:-keep]:
             # Out of sight first: what is left of it, if it cannot be deleted, is no checkpoint.
             going = old.folder.with_name(old.folder.name + ".tmp")
-            os.replace(old.folder, going)
+            # Windows renames no folder with an open file, as the weights that were gone on from.
+            with contextlib.suppress(PermissionError):
+                os.replace(old.folder, going)
             shutil.rmtree(going, ignore_errors=True)
 
 
@@ -148,7 +151,8 @@ def publish(
     """Let every process `fill` a temporary folder, and give it its name once all is on disk.
 
     Raises:
-        Failed: no space, no permission, a file-system error. The temporary folder is gone then.
+        Failed: no space, no permission, a file-system error. The temporary folder is gone then,
+            as it is after Ctrl-C.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     try:
@@ -166,6 +170,9 @@ def publish(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise Failed(f"{folder} could not be written: {error}") from error
+    except KeyboardInterrupt:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _take_the_place(temporary: Path, folder: Path) -> None:
@@ -318,7 +325,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # Windows syncs no file that is open for reading alone, and opens no folder.
+        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    except PermissionError:
+        if path.is_dir():
+            return
+        raise
     try:
         os.fsync(descriptor)
     finally:

@@ -14,10 +14,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import errors  # before all that takes long: Ctrl-C is one line from here on
+
+# isort: split
 import checkpointing
 import dry_run
-import errors
 import finished_model
+import opening
 import optimization
 import parallel
 import resuming
@@ -28,10 +31,9 @@ import training_plots
 from accelerate.utils import set_seed
 from held_out import brief
 from logit_control import LogitControl
-from loop import leave_group
+from loop import GO_ON, leave_group
 from run_log import RunLog
 from safetensors.torch import save_file
-from stop_signal import StopSignal
 from tqdm import tqdm
 from update import Update
 
@@ -39,7 +41,13 @@ from hf_sigmoid.shards import reshard
 
 
 def main(argv: list[str] | None = None) -> Path | None:
-    """Train as the command line says; the folder of the final model, None if not finished."""
+    """Train as the command line says; the folder of the final model, None if not finished.
+
+    Raises:
+        BadInput: before anything is written.
+        FloatingPointError: the run diverged.
+        KeyboardInterrupt: Ctrl-C, after what was done is saved; a second one, at once.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", help="YAML file of the keys of Run in recipes/run_keys.py")
     parser.add_argument(
@@ -67,7 +75,10 @@ class Training(Update):
             return self._describe()
         final = self.final
         if not self._is_finished():
-            self._check_disk()
+            # PEFT changes the twin, which is a model to ask about; it is not needed afterwards.
+            model, self.twin = trained.select(self.twin, self.run), None
+            self._open(model)
+            self._check_disk(model)
             self.build()
             final = self._train()
         if final and plot and self.main:
@@ -77,11 +88,11 @@ class Training(Update):
     def _describe(self) -> None:
         run = self.run
         model = trained.select(self.twin, run)
+        self._open(model)
         groups = optimization.parameter_groups(model, run, self.query_key_names(model))
         lines = dry_run.describe(
-            run, model=model, groups=groups, layout=self.layout, corpus=self.corpus,
-            blocks=self.blocks_per_step,
-        )  # fmt: skip
+            run, model=model, groups=groups, layout=self.layout, blocks=self.blocks_per_step
+        )
         for line in lines:
             self._say(line)
         if self.layout.world > 1:
@@ -92,6 +103,19 @@ class Training(Update):
         self.control = LogitControl(run.optim, cut)
         self.model = trained.select(cut, run).train()
         self._say(dry_run.one_step(self, self.model))
+
+    def _open(self, model: Any) -> None:
+        """The first lines."""
+        if not self.main:
+            return
+        size = {True: 0, False: 0}
+        for parameter in model.parameters():
+            size[parameter.requires_grad] += parameter.numel()
+        kind = f"train.parameters={self.run.parameters}"
+        trains = opening.parameters(kind, size[True], sum(size.values()))
+        attention = model.config._attn_implementation
+        for line in opening.describe(self, model, attention, [trains], self.counted):
+            self._say(line)
 
     def _train(self) -> Path | None:
         run, done, pending = self.run, 0, None
@@ -115,20 +139,20 @@ class Training(Update):
             self.log = RunLog(self.folder / "log.jsonl", after=done - bool(pending))
         self.trackers = trackers.Trackers(self.accelerator, run, self.folder, done)
 
-        self.stop = StopSignal()
-        try:
-            finished = self._steps(done, pending)
-        finally:
-            self.stop.restore()
-            self.trackers.finish()
-            if self.log:
-                self.log.close()
-            if self.lock:
-                self.lock.release()
-        if not finished:
-            return None
-        self._refuse_what_is_not_finite(run.steps)
-        finished_model.write(self)
+        with self.stop:
+            try:
+                finished = self._steps(done, pending)
+            finally:
+                self.trackers.finish()
+                if self.log:
+                    self.log.close()
+                if self.lock:
+                    self.lock.release()
+            if not finished:
+                return None
+            self._refuse_what_is_not_finite(run.steps)
+            # Whoever asks to stop now would lose the last steps: it is written to its end.
+            finished_model.write(self)
         self._say(f"final model in {self.final}")
         return self.final
 
@@ -142,8 +166,7 @@ class Training(Update):
             if not done and self.held_out:
                 self.before = self._evaluate()
                 if self.before is None:
-                    self._say("stopped by a signal before the first step")
-                    return False
+                    return self._stopped("before the first step: the same command begins anew")
                 self._say(f"held out, before training: {brief(self.before)}")
             for step in range(done + 1, run.steps + 1):
                 values, stopping = self.step(step)
@@ -164,8 +187,7 @@ class Training(Update):
             if found is None:
                 # What was not measured is measured when the run goes on, and logged then.
                 self._save(step, pending=values)
-                self._say(f"stopped by a signal; step {step} is saved, its evaluation is to come")
-                return False
+                return self._stopped(f"in the evaluation of step {step}, which is saved: {GO_ON}")
             values |= found
         if run.evaluate.health_every and (step % run.evaluate.health_every == 0 or last):
             values["health"] = self.control.health()
@@ -178,8 +200,8 @@ class Training(Update):
         if stopping or (run.checkpoint.every and step % run.checkpoint.every == 0):
             self._save(step)
         if stopping:
-            self._say(f"stopped by a signal; step {step} is saved")
-        return not stopping
+            return self._stopped(f"step {step} is saved: {GO_ON}")
+        return True
 
     def _evaluate(self) -> dict[str, Any] | None:
         model = self._bare_model()

@@ -9,11 +9,13 @@ where it stopped.
 import argparse
 import json
 import shlex
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import errors  # before all that takes long: Ctrl-C is one line from here on
+
+# isort: split
+import commands
 import needle
 import torch
 from transformers import AutoTokenizer
@@ -66,8 +68,7 @@ def _train(function: str) -> None:
     if (trained / "final").exists():
         return
     _run(
-        "2/4", "accelerate", "launch", "--num_processes", "1", "--num_machines", "1",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "recipes/continue_pretrain.py",
+        "2/4", "python", "recipes/continue_pretrain.py",
         "--config", f"recipes/{function}/continue.yaml", f"model={OUT / function}",
         f"output_dir={trained}", f"train.steps={STEPS}", f"train.block_size={BLOCK}",
         "train.batch_size=2", "train.grad_accumulation=1", "optim.warmup_steps=2",
@@ -77,7 +78,7 @@ def _train(function: str) -> None:
 
 def _run(step: str, *command: str) -> None:
     print(f"[{step}] {shlex.join(command)}", flush=True)
-    subprocess.run([str(Path(sys.executable).with_name(command[0])), *command[1:]], check=True)
+    commands.run(command)
 
 
 def _perplexity(name: str, path: str) -> float:
@@ -92,7 +93,7 @@ def _print_table(after: dict[str, float], summary: dict) -> None:
     for (name, trained), model in zip(after.items(), summary["models"], strict=True):
         converted = trained
         if name in FUNCTIONS:
-            report = json.loads((OUT / name / "report.json").read_text(encoding="utf-8"))
+            report = json.loads((OUT / name / "report.json").read_text("utf-8"))
             converted = report["perplexity_after"]
         cells = model["lengths"]
         found = f"{sum(cell['correct'] for cell in cells)}/{sum(cell['n'] for cell in cells)}"
@@ -102,4 +103,4 @@ def _print_table(after: dict[str, float], summary: dict) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    errors.run(main)

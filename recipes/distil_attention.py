@@ -17,9 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import errors  # before all that takes long: Ctrl-C is one line from here on
+
+# isort: split
 import checkpointing
-import errors
 import held_out
+import opening
 import optimization
 import resuming
 import run_config
@@ -27,12 +30,11 @@ import torch
 from accelerate.utils import set_seed
 from distillation import Distillation, load_trained, softmax_inside
 from errors import BadInput
-from loop import Loop, leave_group
+from loop import GO_ON, Loop, leave_group
 from packing import IGNORED, documents_leak, predicted_tokens, step_batches
 from run_keys import Distil
 from run_log import RunLog
 from safetensors.torch import save_file
-from stop_signal import StopSignal
 from tqdm import tqdm
 
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
@@ -50,7 +52,13 @@ TRAINED = "trained.safetensors"
 
 
 def main(argv: list[str] | None = None) -> Path | None:
-    """Distil as the command line says; the folder of the final model, None if not finished."""
+    """Distil as the command line says; the folder of the final model, None if not finished.
+
+    Raises:
+        BadInput: before anything is written.
+        FloatingPointError: the run diverged.
+        KeyboardInterrupt: Ctrl-C, after what was done is saved; a second one, at once.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", help="YAML file of the keys of Distil in recipes/run_keys.py")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="win over the file")
@@ -151,10 +159,18 @@ class Run(Loop):
         self.probe = self.probe.to(device)
         set_seed(run.seed)  # the start of low-rank changes
         rank = run.optim.lora_rank if "lora" in stages else None
+        attention = student.config._attn_implementation  # before it is that of this recipe
         self.distillation = Distillation(student, teacher, lora_rank=rank, probe=self.probe)
-        self.named = {}
-        for stage in stages:
-            self.named |= self.distillation.select(stage)
+        self.named, trains, total = {}, [], sum(p.numel() for p in student.parameters())
+        for name in ("layerwise", "end_to_end"):
+            if (stage := getattr(run, name)).steps:
+                chosen = self.distillation.select(stage.train)
+                self.named |= chosen
+                number = sum(p.numel() for p in chosen.values())
+                what = f"{name}, {stage.steps:,} steps, {stage.train}"
+                trains.append(opening.parameters(what, number, total))
+        for line in opening.describe(self, student, attention, trains) if self.main else ():
+            self._say(line)
         if resumed:
             load_trained(resumed.folder / TRAINED, self.named)
             self.packer.load_state(resumed.manifest["packer"])
@@ -212,18 +228,25 @@ class Run(Loop):
             self.log = RunLog(self.folder / "log.jsonl", after=done)
             for line in self.log.kept:
                 self._note(line)
-        self.stop = StopSignal()
-        try:
-            finished = self._steps(done)
-        finally:
-            self.stop.restore()
-            if self.log:
-                self.log.close()
-            if self.lock:
-                self.lock.release()
-        if not finished:
-            return None
-        self._refuse_what_is_not_finite(run.steps)
+        with self.stop:
+            try:
+                finished = self._steps(done)
+            finally:
+                if self.log:
+                    self.log.close()
+                if self.lock:
+                    self.lock.release()
+            if not finished:
+                return None
+            self._refuse_what_is_not_finite(run.steps)
+            # Whoever asks to stop now would lose the last steps: it is written to its end.
+            self._finish()
+        self._say(f"final model in {self.final}")
+        return self.final
+
+    def _finish(self) -> None:
+        """The final model, without what this recipe added to it."""
+        run = self.run
         # The source's tensors make `revert` exact, as long as nothing but numbers was trained.
         numbers_only = {
             stage.train for stage in (run.layerwise, run.end_to_end) if stage.steps
@@ -239,8 +262,6 @@ class Run(Loop):
             wait=self.accelerator.wait_for_everyone,
         )
         self.accelerator.wait_for_everyone()
-        self._say(f"final model in {self.final}")
-        return self.final
 
     def _write_final(self, folder: Path, folded: folding.Folded) -> None:
         run = self.run
@@ -306,6 +327,7 @@ class Run(Loop):
                         name: perplexity(distillation.student, windows, progress=False)
                         for name, windows in self.held_out.items()
                     }
+                    stopping = self._asked_to_stop()  # it may have come in so long a time
                 self._note(values)
                 if self.log:
                     self.log.write(step=step, **values)
@@ -315,8 +337,7 @@ class Run(Loop):
                 if (stopping and not last) or (every and step % every == 0):
                     self._save(step, weights=self.weights)
                 if stopping and not last:
-                    self._say(f"stopped by a signal; step {step} is saved")
-                    return False
+                    return self._stopped(f"step {step} is saved: {GO_ON}")
         return True
 
     def _note(self, line: dict[str, Any]) -> None:

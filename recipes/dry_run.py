@@ -14,16 +14,12 @@ from hf_sigmoid.loading import from_config
 LAYERS = 2
 
 
-def describe(run: Run, *, model: Any, groups: list[dict], layout: Any, corpus: Any, blocks: int):
-    """The lines to print. `model` may be on the meta device."""
+def describe(run: Run, *, model: Any, groups: list[dict], layout: Any, blocks: int):
+    """The lines to print behind opening.py's. `model` may be on the meta device."""
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for group in groups for p in group["params"])
     tokens = blocks * run.train.block_size
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT's
-    yield f"{type(base).__name__}, attention {model.config._attn_implementation}, {layout}"
-    yield corpus.describe()
     yield optimization.describe(groups)
-    yield f"{trained:,} of {total:,} parameters train ({trained / total:.2%})"
     yield f"{tokens:,} tokens a step, {tokens * run.steps:,} in all"
     yield "rate: " + ", ".join(
         f"{_factor(run, step):.3g} of the peak at step {step}" for step in _milestones(run)

@@ -1,7 +1,14 @@
 """What a recipe says when its input cannot be used, or when a run cannot go on."""
 
+import contextlib
+import os
+import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+
+import stop_signal  # noqa: F401 (what Ctrl-C says)
 
 from hf_sigmoid.errors import BadInput
 
@@ -9,13 +16,24 @@ from hf_sigmoid.errors import BadInput
 def run(main: Callable[[], object]) -> None:
     """Run a script's `main`; what it can explain ends it with one line, not with a traceback.
 
-    Status 2 for bad input, 1 for a run that diverged.
+    Status 2 for bad input, 1 for a run that diverged or a command of it that failed. Ctrl-C:
+    stop_signal.py.
     """
+    with contextlib.suppress(AttributeError):
+        # A name that a terminal cannot show ends no run.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main()
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _end(error, 2)
     except FloatingPointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        _end(error, 1)
+    except subprocess.CalledProcessError as error:
+        _end(f"{shlex.join(error.cmd)} ended with status {error.returncode}", 1)
+
+
+def _end(error: object, status: int) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(30)  # the first process mostly says the same, and its launcher ends the others
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(status) from None

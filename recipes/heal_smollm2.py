@@ -20,13 +20,18 @@ import sys
 import time
 from pathlib import Path
 
+import errors  # before all that takes long: Ctrl-C is one line from here on
+
+# isort: split
+import commands
 import torch
 from checkpointing import write_text
+from errors import BadInput
 from heal_report import markdown, picture
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from hf_sigmoid import text
+from hf_sigmoid import output_folder, text
 from hf_sigmoid.conversions import checkpoint, perplexity, token_windows
 from hf_sigmoid.conversions.haystack import Haystack
 from hf_sigmoid.conversions.needles import found, prompts
@@ -38,6 +43,9 @@ WINDOWS = {512: 24, 1024: 12}  # length -> windows of each source: the same toke
 NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SEED = 0
 STEPS = {"numbers": 40, "healed": 160}
+LAUNCHED = (
+    "accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no "
+)
 CHAPTERS, LEADS = "austen", "wikipedia"
 
 
@@ -49,6 +57,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, nargs=2, default=list(STEPS.values()), metavar="N",
                         help="layer-wise and end to end")  # fmt: skip
     args = parser.parse_args(argv)
+    if not Path("/proc/self/status").exists():
+        raise BadInput(f"peak memory is read off /proc: expected Linux, got {sys.platform}")
+    for option, folder in (("--out", args.out), ("--results", args.results)):
+        output_folder.check(folder, option)
     logging.set_verbosity_error()
     out, steps = args.out, dict(zip(STEPS, args.steps, strict=True))
     texts = make_texts(out / "texts")
@@ -61,10 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         "converted", *convert, "sigmoid", "--init", "calibrated-query",
         "--calibrate", texts["calibration"], "--windows", "32", "--window", "1024",
     )  # fmt: skip
-    recipe = (
-        "accelerate", "launch", "--num_processes", "1", "--num_machines", "1",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "recipes/distil_attention.py",
-    )  # fmt: skip
+    recipe = ("python", "recipes/distil_attention.py")
     training = (
         "output_dir=OUT", f"seed={SEED}", f"data.path=[{texts[CHAPTERS]},{texts[LEADS]}]",
         f"evaluate.path=[{held_out[CHAPTERS]},{held_out[LEADS]}]", "evaluate.windows=12",
@@ -88,12 +97,10 @@ def main(argv: list[str] | None = None) -> None:
     needles = stages.kept("needles.json", lambda: find_needles(models))
     cost = stages.kept("calibration.json", lambda: calibration_cost(texts["calibration"]))
     logs = {name: _log(out / name / "log.jsonl") for name in STEPS}
-    difference = json.loads((out / "ssmax/report.json").read_text(encoding="utf-8"))[
-        "largest_logit_difference"
-    ]
+    report = json.loads((out / "ssmax/report.json").read_text("utf-8"))
     results = {
         "perplexity": figures, "needles": needles, "calibration": cost,
-        "ssmax_logit_difference": difference, "seconds": stages.seconds,
+        "ssmax_logit_difference": report["largest_logit_difference"], "seconds": stages.seconds,
         "commands": stages.commands,
         "curve": {name: _curve(log) for name, log in logs.items()},
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
@@ -134,7 +141,7 @@ class Stages:
     def __init__(self, out: Path):
         self.out = out
         self.file = out / "stages.json"
-        known = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {}
+        known = json.loads(self.file.read_text("utf-8")) if self.file.exists() else {}
         self.seconds: dict[str, float] = known.get("seconds", {})
         self.commands: dict[str, str] = known.get("commands", {})
 
@@ -143,7 +150,8 @@ class Stages:
         folder = self.out / name
         done = folder / ("final" if "output_dir=OUT" in command else "config.json")
         asked = shlex.join(command)
-        known = self.commands.setdefault(name, asked)
+        # Folders of earlier releases were made by the same recipe under a launcher.
+        known = self.commands.setdefault(name, asked).replace(LAUNCHED, "python ")
         if known != asked:
             raise SystemExit(
                 f"error: {folder} was made by {known!r}, not {asked!r}: use another --out"
@@ -156,9 +164,7 @@ class Stages:
         print(f"[{name}] {shlex.join(command)}", flush=True)
         start = time.perf_counter()
         try:
-            subprocess.run(
-                [str(Path(sys.executable).with_name(command[0])), *command[1:]], check=True
-            )
+            commands.run(command)
         finally:
             spent = time.perf_counter() - start
             self.seconds[name] = round(self.seconds.get(name, 0.0) + spent, 1)
@@ -170,7 +176,7 @@ class Stages:
         file = self.out / name
         if not file.exists():
             write_text(file, json.dumps(make(), indent=1))
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text("utf-8"))
 
 
 def make_texts(folder: Path) -> dict[str, str]:
@@ -218,7 +224,7 @@ def measure(models: dict[str, str], held_out: dict[str, str]) -> dict:
             source: {
                 str(length): perplexity(
                     model,
-                    token_windows(tokenizer, Path(file).read_text(encoding="utf-8"), length, count),
+                    token_windows(tokenizer, Path(file).read_text("utf-8"), length, count),
                     name=f"{name}, {source}, {length} tokens",
                 )
                 for length, count in WINDOWS.items()
@@ -229,6 +235,8 @@ def measure(models: dict[str, str], held_out: dict[str, str]) -> dict:
 
 
 MEASURED = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # who runs this says that it was interrupted
 import json, sys, time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -237,8 +245,8 @@ from hf_sigmoid.conversions import calibrate, checkpoint, token_windows
 what, text = sys.argv[1:]
 path = checkpoint("smollm2")
 model = AutoModelForCausalLM.from_pretrained(path).eval()
-text = open(text, encoding="utf-8").read()
-ids = token_windows(AutoTokenizer.from_pretrained(path), text, 512, 64)
+words = open(text, encoding="utf-8").read()
+ids = token_windows(AutoTokenizer.from_pretrained(path), words, 512, 64)
 start = time.perf_counter()
 if what == "calibration":
     calibrate(model, ids.split(4), query=True)
@@ -266,7 +274,7 @@ def calibration_cost(file: str) -> dict:
 
 
 def _log(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
 
 
 def _curve(log: list[dict]) -> list[dict]:
@@ -276,4 +284,4 @@ def _curve(log: list[dict]) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main()
+    errors.run(main)

@@ -22,10 +22,15 @@ from hf_sigmoid import output_folder
 from hf_sigmoid.loading import load, max_positions, tokenizer_print
 from hf_sigmoid.run_lock import RunLock
 
+GO_ON = "the same command goes on from there"
+
 
 def leave_group() -> None:
-    """A process that ends with the group's threads alive may abort after all its work is done."""
-    if torch.distributed.is_initialized():
+    """A process that ends with the group's threads alive may abort after all its work is done.
+
+    One that Ctrl-C ends does not wait for others, which may never come.
+    """
+    if torch.distributed.is_initialized() and sys.exc_info()[0] is not KeyboardInterrupt:
         torch.distributed.destroy_process_group()
 
 
@@ -43,7 +48,7 @@ class Loop:
         self.final = self.folder / resuming.FINAL
         self.resumed: checkpointing.Checkpoint | None = None
         self.log = None
-        self.stop: StopSignal | None = None
+        self.stop = StopSignal()
         self.lock: RunLock | None = None
 
     def _begin(self, **options: Any) -> None:
@@ -228,6 +233,17 @@ class Loop:
     def _asked_to_stop(self) -> bool:
         """Whether any process was sent a signal; all of them get the same answer."""
         return bool(self._sum(float(self.stop.asked))[0])
+
+    def _stopped(self, how: str) -> bool:
+        """False, after a word on how to go on.
+
+        Raises:
+            KeyboardInterrupt: with that word, if it was Ctrl-C that stopped the run.
+        """
+        if self.stop.interrupted:
+            raise KeyboardInterrupt(f"interrupted; {how}")
+        self._say(f"stopped by a signal; {how}")
+        return False
 
     def _say(self, message: str) -> None:
         if self.main:

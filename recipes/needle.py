@@ -11,6 +11,9 @@ docs/evaluation.md.
 
 import sys
 
+import stop_signal  # noqa: F401 (Ctrl-C is one line while the rest loads, too)
+
+# isort: split
 from hf_sigmoid.evals.commands import main, run
 
 __all__ = ["main"]

@@ -15,18 +15,24 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import errors
+import errors  # before all that takes long: Ctrl-C is one line from here on
+
+# isort: split
 import run_config
 import torch
+from checkpointing import write_text
 from continue_pretrain import Training
+from errors import BadInput
 from packing import Packer, step_batches
-from stop_signal import StopSignal
 from tqdm import tqdm
+
+from hf_sigmoid import output_folder
 
 FILE = Path(__file__).parent / "results" / "overhead.json"
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Raises BadInput for options that cannot be used."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--attn", default="ssmax")
@@ -34,10 +40,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--steps", type=int, default=15, help="of each loop")
     parser.add_argument("--out", type=Path, default=FILE)
     args = parser.parse_args(argv)
+    if args.steps < 2:
+        raise BadInput(f"--steps: expected at least 2, the first warms up, got {args.steps}")
+    output_folder.check(args.out.parent, "--out")
+    if args.out.is_dir():
+        raise BadInput(f"--out: expected a file to write, got the folder {args.out}")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(args, Path(folder))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_text(args.out, json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return found
 
@@ -104,7 +115,6 @@ def _prepared(args: argparse.Namespace, folder: Path, *keys: str) -> Training:
     training = Training(run)
     training.check()
     training.build()
-    training.stop = StopSignal()
     return training
 
 

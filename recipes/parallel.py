@@ -7,12 +7,14 @@ where the attention row numbers belong.
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
@@ -29,6 +31,13 @@ PATIENCE = timedelta(hours=6)  # of processes that wait for each other
 SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _FSDP, _SIZES = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
 _OFFLOAD, _RECOMPUTE = "FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING"
+_CPU = "ACCELERATE_USE_CPU"
+# How many processes a launcher started, and which of them this is.
+STARTED = {
+    "WORLD_SIZE": "RANK", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK", "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
+}  # fmt: skip
+TWO_ON_CPU = f"{_CPU}=true accelerate launch --multi_gpu --num_processes 2 ... starts two on CPU"
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,13 @@ def begin(precision: str, *, splits: bool = True, **options: Any) -> tuple[Accel
     """
     # One process may train twice, with another precision.
     AcceleratorState._reset_state()
+    local = _number("LOCAL_WORLD_SIZE")
+    if torch.cuda.is_available() and not _is_set(_CPU) and local > torch.cuda.device_count():
+        raise BadInput(
+            f"the launcher started {local} processes here, each for a GPU of its own (num_processes"
+            f" of recipes/accelerate/*.yaml), and there are {torch.cuda.device_count()}: expected "
+            "as many"
+        )
     # One process may prepare data, or write a checkpoint, for longer than the usual ten minutes.
     handlers = [
         InitProcessGroupKwargs(timeout=PATIENCE),
@@ -126,10 +142,60 @@ def begin(precision: str, *, splits: bool = True, **options: Any) -> tuple[Accel
             kwargs_handlers=handlers,
             **options,
         )
+    started = max([0, *(_number(size) for size, rank in STARTED.items() if rank in os.environ)])
+    if started > accelerator.num_processes:
+        raise BadInput(
+            f"the launcher started {started} processes, each for a GPU of its own (num_processes "
+            "of recipes/accelerate/*.yaml), and torch finds no GPU here, so that each would train "
+            f"alone: expected a GPU for each, or one process; {TWO_ON_CPU}"
+        )
     layout = _layout(accelerator)
     if (layout.splits_weights or layout.context > 1) and not splits:
         raise BadInput(f"this recipe runs on one process or data parallel, got {layout} processes")
     return accelerator, layout
+
+
+def less_than_asked(accelerator: Accelerator) -> str:
+    """What the launch asked for and the run has not got, to be added to what it has; or nothing."""
+    used = accelerator.num_processes
+    asked = max(_number("SLURM_NTASKS"), *map(_number, STARTED), _asked_of_accelerate())
+    gpus = torch.cuda.device_count() if accelerator.device.type == "cuda" else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked > used:
+        more = f"{asked} were" if asked < sys.maxsize else "more were"
+        return f", though {more} asked for ({TWO_ON_CPU})"
+    if gpus > used:
+        return f", though there are {gpus} GPUs (accelerate launch --num_processes {gpus} ...)"
+    if visible and accelerator.device.type == "cpu" and not _is_set(_CPU):
+        return f", though a GPU was asked for (CUDA_VISIBLE_DEVICES={visible}): torch finds none"
+    return ""
+
+
+def _asked_of_accelerate() -> int:
+    """The processes that `accelerate launch` was asked for where it started one without a word.
+
+    It tells its one process of them by nothing but an address to meet the others at, so their
+    number is read off its command line; sys.maxsize if it is not there.
+    """
+    if "MASTER_ADDR" not in os.environ or "RANK" in os.environ:
+        return 0
+    try:
+        from accelerate.commands.config import default_config_file, load_config_from_file
+        from accelerate.commands.launch import launch_command_parser
+
+        words = psutil.Process().parent().cmdline()
+        behind = next(i for i, word in enumerate(words) if word.endswith(("launch", "launch.py")))
+        given, _ = launch_command_parser().parse_known_args(words[behind + 1 :])
+        if given.num_processes is not None:
+            return given.num_processes
+        return load_config_from_file(given.config_file or default_config_file).num_processes
+    except (Exception, SystemExit):  # of another platform, launcher or release of accelerate
+        return sys.maxsize
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def _layout(accelerator: Accelerator) -> Layout:

@@ -113,7 +113,7 @@ class Prepared(Loop):
 
     def _count_steps(self) -> None:
         """The steps of `train.epochs`."""
-        run = self.run
+        run, self.counted = self.run, None
         if run.train.epochs is None:
             return
         (documents,) = self.corpus.sources
@@ -122,7 +122,7 @@ class Prepared(Loop):
             bar = tqdm(documents, desc="counting tokens", unit="document")
             return sum(len(self.encode(document)) for document in bar if document.strip())
 
-        tokens = self._on_main(count)
+        tokens = self.counted = self._on_main(count)
         blocks = self.ranks * run.train.batch_size * run.train.grad_accumulation
         run.counted = max(1, math.ceil(run.train.epochs * tokens / (blocks * run.train.block_size)))
         if run.warmup_steps > run.steps:
@@ -141,10 +141,9 @@ class Prepared(Loop):
     def query_key_names(self, model: Any) -> set[str]:
         return self.control.query_key_names(model)
 
-    def _check_disk(self) -> None:
+    def _check_disk(self, model: Any) -> None:
         """Room for the final model and for checkpoints, before the work."""
         run = self.run
-        model = trained.select(self.twin, run)
         size = {True: 0, False: 0}
         for parameter in model.parameters():
             size[parameter.requires_grad] += 4 * parameter.numel()
@@ -152,8 +151,6 @@ class Prepared(Loop):
         number = run.checkpoint.keep + 1 if run.checkpoint.every else 1  # one while it is written
         needed = sum(size.values()) + number * (saved + 2 * size[True])
         self._check_room(needed)
-        # PEFT has changed the twin, which is a model to ask about; it is not needed any more.
-        self.twin = None
 
     def _load_model(self) -> Any:
         run = self.run

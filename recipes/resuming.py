@@ -10,6 +10,7 @@ from errors import BadInput
 from run_keys import Distil, Run
 
 from hf_sigmoid import output_folder
+from hf_sigmoid.run_lock import RunLock
 
 CHECKPOINTS, FINAL, CONFIG, LOG = "checkpoints", "final", "config.yaml", "log.jsonl"
 RECORD = "training.json"  # in the final model's folder: how it was trained
@@ -26,9 +27,9 @@ MAY_CHANGE = {
 def find(folder: Path, run: Run | Distil) -> checkpointing.Checkpoint | None:
     """The checkpoint in `folder` to go on from; refuses a folder that is not this run's."""
     output_folder.check(folder, "output_dir")
-    # A run killed at its very start leaves no more than an unfinished file.
-    present = [p for p in folder.glob("[!.]*") if p.suffix != ".tmp"]
-    if not present:
+    held = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    # A run killed at its very start leaves no more than its lock and an unfinished file.
+    if not held - {RunLock.FILE, f"{CONFIG}.tmp"}:
         return None
     if run.resume == "none":
         raise BadInput(
@@ -37,7 +38,12 @@ def find(folder: Path, run: Run | Distil) -> checkpointing.Checkpoint | None:
     saved_file = folder / CONFIG
     if not saved_file.is_file():
         raise BadInput(f"output_dir {folder} is not empty and holds no run of this recipe")
-    saved = run_config.flat(run_config.load(saved_file, [], type(run)))
+    try:
+        saved = run_config.flat(run_config.load(saved_file, [], type(run)))
+    except BadInput as error:
+        raise BadInput(
+            f"output_dir {folder}: {saved_file} is not of a run of this recipe: {error}"
+        ) from error
     for key, value in run_config.flat(run).items():
         if value != saved[key] and key not in MAY_CHANGE:
             raise BadInput(

@@ -1,9 +1,9 @@
 """How fast a step was, and how much of the hardware it used."""
 
-import resource
 import sys
 from typing import Any
 
+import psutil
 import torch
 
 # Dense bfloat16 with float32 sums, in FLOP/s, from the vendors' data sheets; the longest name wins.
@@ -75,6 +75,11 @@ class Speed:
         """The most that this process has held so far, in bytes: of the device, or resident."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
+        try:
+            import resource
+        except ImportError:  # Windows
+            held = psutil.Process().memory_info()
+            return getattr(held, "peak_wset", held.rss)
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -22,11 +22,17 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import statistics
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
+
+import errors
+from errors import BadInput
+
+from hf_sigmoid import output_folder
 
 RESULTS = Path(__file__).with_name("results")
 METHODS = ("default", "constant", "quack", "qk-norm")
@@ -42,6 +48,7 @@ PROBED_STEPS = 10  # between two looks at the logits
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Raises BadInput for options that cannot be used."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--attn", default="ssmax", help="ssmax, sigmoid or sdpa")
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"])
@@ -51,6 +58,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the three files")
     parser.add_argument("--quick", action="store_true", help="seconds: a few steps at two rates")
     args = parser.parse_args(argv)
+    if min(args.steps, args.seeds, args.jobs) < 1:
+        raise BadInput(
+            "--steps, --seeds and --jobs: expected at least 1 of each, got "
+            f"{args.steps}, {args.seeds} and {args.jobs}"
+        )
+    output_folder.check(args.out, "--out")
+    try:
+        build({"attn": args.attn, "seed": 0, "method": METHODS[0]})
+    except (ValueError, ImportError) as error:
+        raise BadInput(f"--attn {args.attn}: {error}") from error
     steps, seeds, rates = args.steps, range(args.seeds), RATES
     if args.quick:
         steps, seeds, rates = PROBED_STEPS, range(1), (RATES[2], RATES[-1])
@@ -84,9 +101,15 @@ def sweep(wanted: list[dict[str, Any]], file: Path, jobs: int) -> None:
             for row in results:
                 _append(log, row, bar)
             return
-        with ProcessPoolExecutor(jobs, context, initializer=_one_thread) as pool:
-            for future in as_completed([pool.submit(train, run) for run in missing]):
-                _append(log, future.result(), bar)
+        with ProcessPoolExecutor(jobs, context, initializer=_begin_job) as pool:
+            try:
+                for future in as_completed([pool.submit(train, run) for run in missing]):
+                    _append(log, future.result(), bar)
+            except KeyboardInterrupt:
+                # Or the pool would make all the other runs first.
+                for process in multiprocessing.active_children():
+                    process.terminate()
+                raise
 
 
 def load(file: Path) -> list[dict[str, Any]]:
@@ -303,11 +326,13 @@ def _write(file: Path, text: str) -> None:
     os.replace(temporary, file)
 
 
-def _one_thread() -> None:
+def _begin_job() -> None:
+    """One thread; Ctrl-C is for the process that made this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
     torch.set_num_threads(1)
 
 
 if __name__ == "__main__":
-    main()
+    errors.run(main)

@@ -399,8 +399,9 @@ def test_a_killed_run_resumes_to_the_last_bit(
     assert reports[0] == reports[1]
 
 
-def test_sigterm_saves_and_the_run_goes_on(
-    converted, corpus_file, uninterrupted, tmp_path, monkeypatch
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_goes_on(
+    converted, corpus_file, uninterrupted, tmp_path, monkeypatch, number
 ):
     argv = arguments(
         converted, corpus_file, tmp_path, **{"end_to_end.steps": 6, "checkpoint.every": 0}
@@ -410,10 +411,17 @@ def test_sigterm_saves_and_the_run_goes_on(
     def write_and_ask(self, **values):
         write(self, **values)
         if values["step"] == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     monkeypatch.setattr(distil_attention.RunLog, "write", write_and_ask)
-    assert distil_attention.main(argv) is None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    if number == signal.SIGINT:
+        with pytest.raises(KeyboardInterrupt, match="step 4 is saved: the same command goes on"):
+            distil_attention.main(argv)
+    else:
+        assert distil_attention.main(argv) is None
+    signal.signal(signal.SIGINT, before)
+    assert checkpointing.latest(tmp_path / "checkpoints").step == 4
     monkeypatch.undo()
     assert distil_attention.main(argv) == tmp_path / "final"
     assert [x["loss"] for x in lines(tmp_path)] == [x["loss"] for x in lines(uninterrupted)]
@@ -628,3 +636,31 @@ def _made(converted, trains=frozenset({"numbers"})):
     positions = torch.arange(BLOCK).expand(2, BLOCK)
     labels = tokens.roll(-1, 1)
     return made, {"input_ids": tokens, "position_ids": positions, "labels": labels}
+
+
+def test_a_signal_in_an_evaluation_saves_that_step(converted, corpus_file, tmp_path, monkeypatch):
+    (tmp_path / "held.txt").write_text(text.held_out())
+    keys = {"evaluate.path": tmp_path / "held.txt", "evaluate.every": 2, "checkpoint.every": 0}
+    measure = distil_attention.perplexity
+
+    def ask_and_measure(*given, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return measure(*given, **options)
+
+    monkeypatch.setattr(distil_attention, "perplexity", ask_and_measure)
+    out = tmp_path / "out"
+    assert distil_attention.main(arguments(converted, corpus_file, out, **keys)) is None
+    assert checkpointing.latest(out / "checkpoints").step == len(lines(out)) == 2
+
+
+def test_a_run_begins_by_saying_what_it_is(converted, corpus_file, tmp_path, capsys):
+    keys = {"end_to_end.steps": 2, "end_to_end.train": "all"}
+    distil_attention.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == (
+        f"model {converted}: LlamaForCausalLM, attention sigmoid, one process on cpu, float32"
+    )
+    # Row numbers, gains and temperatures of two layers of four heads.
+    assert said[1] == "layerwise, 8 steps, numbers: 96 of 35,136 parameters train (0.27%)"
+    assert said[2] == "end_to_end, 2 steps, all: 35,136 of 35,136 parameters train (100.00%)"
+    assert said[3].startswith("text texts.jsonl: 60 documents, ")

@@ -756,3 +756,44 @@ def test_the_report_of_the_documentation_is_what_this_release_writes(tmp_path):
     for name in ("report.md", "cells.csv"):
         assert (tmp_path / name).read_text() == (committed / name).read_text()
     assert all(model["checks"]["passed"] for model in summary["models"])
+
+
+def everything(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "words"),
+    [
+        ("thesis.txt", "mine", "is not empty and holds no evaluation"),
+        (".env", "mine", "is not empty and holds no evaluation"),
+        ("report.md", "# mine", "is not empty and holds no evaluation"),
+        ("run.json", '{"lr": 1}', "run.json: expected what an evaluation writes there"),
+        ("summary.json", "[1]", "summary.json: expected what an evaluation writes there"),
+    ],
+)
+def test_a_folder_of_others_files_is_refused_before_any_work(
+    tiny, whole, tmp_path, monkeypatch, name, held, words
+):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / name).write_text(held)
+    before = everything(tmp_path)
+    for work in ("haystack", "merged", "evaluate"):
+        monkeypatch.setattr(commands, work, lambda *given: pytest.fail("worked"))
+    for argv in (arguments(tmp_path, tiny), ["report", str(whole[1]), "--out", str(tmp_path)]):
+        with pytest.raises(BadInput, match=words):
+            commands.main(argv)
+    assert everything(tmp_path) == before
+
+
+def test_a_folder_of_ours_takes_notes_and_reports(tiny, whole, tmp_path):
+    argv, out, _ = whole
+    shutil.copytree(out, tmp_path / "ours")
+    (tmp_path / "ours" / "notes.txt").write_text("mine")
+    commands.main([*argv, str(tmp_path / "ours")])
+    for _ in range(2):  # the second takes the place of the first
+        commands.main(["report", str(tmp_path / "ours"), "--out", str(tmp_path / "report")])
+    for file in (RunLock.FILE, ".samples-1.jsonl", ".run.json"):  # as a killed run leaves
+        (tmp_path / "killed").mkdir(exist_ok=True)
+        (tmp_path / "killed" / file).touch()
+    commands.main(arguments(tmp_path / "killed", tiny, samples="1", lengths="300"))

@@ -497,6 +497,91 @@ def test_other_bad_arguments_are_errors():
         PromptBuilder(plain)
 
 
+USER = "{% if m.role == 'user' %}<user>{{ m.content }}</s>{% else %}"
+EACH, END = "{% for m in messages %}", "{% endfor %}"
+SAYS, ALIKE = "<assistant>{{ m.content }}</s>{% endif %}", "<{{ m.role }}>{{ m.content }}</s>"
+REASONS = "<assistant><think>\n\n</think>\n\n{{ m.content | trim }}</s>{% endif %}"
+REFUSES = "{{ raise_exception('no assistant') }}{% endif %}"
+
+
+def asks(words: str) -> str:
+    return "{% if add_generation_prompt %}" + words + "{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "behind"),
+    [
+        # Its generation prompt is where an answer stands, or all there is.
+        (EACH + USER + SAYS + END + asks("<assistant>"), "</s><assistant>"),
+        (EACH + USER + SAYS + END + asks("<assistant>\n"), "</s><assistant>\n"),
+        (EACH + USER + REFUSES + END + asks("<assistant>"), "</s><assistant>"),
+        (EACH + USER + "{% endif %}" + END + asks("<assistant>"), "</s><assistant>"),
+        (EACH + "<user>{{ m.content }}</s>" + END + "<assistant>", "</s><assistant>"),
+        # It opens a block of reasoning, which an answer is not part of.
+        (EACH + USER + SAYS + END + asks("<assistant><think>\n"), "</s><assistant>"),
+        (EACH + USER + SAYS + END + asks("<assistant>[THINK]"), "</s><assistant>"),
+        (
+            EACH + USER + REASONS + END + asks("<assistant><think>\n"),
+            "</s><assistant><think>\n\n</think>\n\n",
+        ),
+        (
+            EACH + USER + SAYS.replace("content }}", "content.split('</think>')[-1] }}") + END
+            + asks("<assistant><think>\n"),
+            "</s><assistant>",
+        ),
+        # It puts one, or a channel, before what the assistant says.
+        (
+            EACH + USER + REASONS + END + asks("<assistant>"),
+            "</s><assistant><think>\n\n</think>\n\n",
+        ),
+        (
+            EACH + USER + SAYS.replace(">{{", "><final>{{") + END + asks("<assistant>"),
+            "</s><assistant><final>",
+        ),
+        # It has no generation prompt.
+        (EACH + ALIKE + END, "</s><assistant>"),
+        (EACH + ALIKE + END + "{{ eos_token }}", "</s><assistant>"),
+        (EACH + USER.replace("</s>", "</u>") + " {{ m.content }}</s>{% endif %}" + END, "</u> "),
+    ],
+)  # fmt: skip
+def test_an_answer_begins_where_the_template_has_the_assistants_words(template, behind):
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer(TOKENIZERS[0])._tokenizer, eos_token="</s>"
+    )
+    made.chat_template = template
+    built = PromptBuilder(made, text.held_out())
+    assert built.frame == ("<user>", behind)
+    sample = built.build("single", length=1000)
+    said = made.decode(sample.prompt[-80:])
+    assert said.endswith(f"{sample.question}{behind}{sample.answer_prefix}")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (EACH + USER + "{% endif %}" + END, "has no generation prompt, and has no place"),
+        (EACH + USER + REFUSES + END, "has no generation prompt.* no assistant"),
+        (EACH + USER + REFUSES + END + asks("<think>"), "opens a block .* no assistant"),
+        (EACH + "{{ m.content | lower }}" + END, "user's words once, got 0 times"),
+        (
+            EACH + USER + SAYS.replace("content }}", "content | lower }}") + END + asks("<think>"),
+            "does not give the assistant's words once",
+        ),
+        (EACH + "<user>{{ m.content }}" + END + asks("<think>"), "the assistant is the user to it"),
+        ("{{ raise_exception('a system message first') }}", "for user: a system message first"),
+        ("{{ messages[0].content + 1 }}", "cannot be written for user"),
+        (EACH, "cannot be written for user"),
+    ],
+)  # fmt: skip
+def test_a_template_without_a_place_for_an_answer_is_one_line(template, words):
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer(TOKENIZERS[0])._tokenizer)
+    made.chat_template = template
+    with pytest.raises(ValueError, match=f"template.*{words}") as error:
+        PromptBuilder(made, text.held_out())
+    assert "\n" not in str(error.value)
+    assert PromptBuilder(made, text.held_out(), prompt="base").frame is None
+
+
 def test_a_tokenizer_that_cannot_write_the_needles_is_an_error():
     words = Tokenizer(token_models.WordLevel({"<unk>": 0, "a": 1, ".": 2}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

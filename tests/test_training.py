@@ -28,11 +28,13 @@ from errors import BadInput  # isort: skip
 
 
 def test_bad_input_changes_nothing_on_disk(tiny, corpus_file, damaged, pickled, tmp_path):
-    empty, short, other = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "other"
+    empty, short = tmp_path / "empty.txt", tmp_path / "short.txt"
     empty.write_text(" \n")
     short.write_text("Emma")
-    other.mkdir()
-    (other / "thesis.txt").write_text("mine")
+    for name in ("thesis.txt", ".env", "draft.tmp", "config.yaml"):
+        (tmp_path / name[1:] / name).parent.mkdir()
+        (tmp_path / name[1:] / name).write_text("mine")
+    other = tmp_path / "hesis.txt"
     ssmax = shutil.copytree(tiny, tmp_path / "ssmax")
     model = AutoModelForCausalLM.from_pretrained(tiny)
     hf_sigmoid.configure(model, "ssmax")
@@ -58,6 +60,9 @@ def test_bad_input_changes_nothing_on_disk(tiny, corpus_file, damaged, pickled, 
         ({"output_dir": empty / "deep" / "out"}, "empty.txt is a file, expected a folder"),
         ({"output_dir": "/proc/runs/out"}, "/proc cannot be written"),
         ({"output_dir": other}, "holds no run of this recipe"),
+        ({"output_dir": tmp_path / "env"}, "holds no run of this recipe"),
+        ({"output_dir": tmp_path / "raft.tmp"}, "holds no run of this recipe"),
+        ({"output_dir": tmp_path / "onfig.yaml"}, "config.yaml is not of a run of this recipe"),
         ({"output_dir": other, "resume": "none"}, "is not empty"),
     ]:
         with pytest.raises(BadInput) as error:

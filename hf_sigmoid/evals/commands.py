@@ -14,10 +14,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
-from hf_sigmoid import output_folder
 from hf_sigmoid.conversions.embedded import checkpoint
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.evals import report, settings
+from hf_sigmoid.evals import report, run_file, settings
 from hf_sigmoid.evals.export import save, to_dataset
 from hf_sigmoid.evals.merging import merged
 from hf_sigmoid.evals.plan import builder_of, haystack
@@ -76,7 +75,8 @@ def _report(arguments: Sequence[str]) -> dict[str, Any]:
     if args.out is None and len(args.folders) > 1:
         raise BadInput("--out: expected a folder for the report of several")
     out = args.out or args.folders[0]
-    output_folder.check(out, "--out")
+    if args.out is not None:
+        run_file.check_folder(out)
     summary = merged(args.folders)
     report.write(out, summary)
     _show(out, summary)

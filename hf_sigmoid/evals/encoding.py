@@ -4,14 +4,18 @@ A tokenizer treats the beginning of a text in ways of its own: it adds BOS, or a
 that goes into the middle is encoded behind a letter, which is then taken off again.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
+from jinja2 import TemplateError
+
 Offsets = list[tuple[int, int]]  # in characters of the text encoded
 _ANCHOR = "a"
-_CONTENT = "CONTENTGOESHERE"
+_CONTENT, _ANSWER = "CONTENTGOESHERE", "ANSWERGOESHERE"
+_REASONING = re.compile(r"[<\[◁|](/?)(?:think|reason|thought)\w*", re.IGNORECASE)
 
 
 class Encoder:
@@ -83,29 +87,71 @@ class Encoder:
 
 
 def chat_frame(tokenizer: Any, options: dict[str, Any]) -> tuple[str, str]:
-    """What a chat template puts before and behind the words of one user.
+    """What a chat template puts before the words of one user, and between them and an answer.
+
+    That is its generation prompt, unless an answer does not stand right behind it: where the
+    template opens a block of reasoning, puts one or a channel before what the assistant says, or
+    has no generation prompt. Then it is what transformers' `continue_final_message` leaves before
+    the assistant's words.
 
     Raises:
-        ValueError: no template, or one that does not give the user's words once, as they are.
+        ValueError: no template, one that cannot be written or does not give the user's words once,
+            as they are, or that has no place for the beginning of an answer.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"the tokenizer {type(tokenizer).__name__} has no chat template, expected one for "
             "chat prompts: ask for base prompts"
         )
-    with _one_day():
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": _CONTENT}],
-            tokenize=False,
-            add_generation_prompt=True,
-            **{"date_string": _Day.now().strftime("%d %b %Y")} | options,
-        )
-    parts = text.split(_CONTENT)
-    if len(parts) != 2:
+
+    def written(*roles: str, **how: bool) -> str:
+        words = zip(roles, (_CONTENT, _ANSWER), strict=False)
+        chat = [{"role": role, "content": content} for role, content in words]
+        with _one_day():
+            try:
+                return tokenizer.apply_chat_template(
+                    chat, tokenize=False, **how,
+                    **{"date_string": _Day.now().strftime("%d %b %Y")} | options,
+                )  # fmt: skip
+            except (TemplateError, ValueError, TypeError) as error:
+                said = (str(error).splitlines() or [type(error).__name__])[0]
+                raise ValueError(
+                    f"the chat template cannot be written for {' and '.join(roles)}: {said}"
+                ) from error
+
+    before, *rest = written("user", add_generation_prompt=True).split(_CONTENT)
+    if len(rest) != 1:
         raise ValueError(
-            f"expected a chat template that gives the user's words once, got {len(parts) - 1} times"
+            f"expected a chat template that gives the user's words once, got {len(rest)} times"
         )
-    return parts[0], parts[1]
+    (prompt,) = rest
+    has_none = before + _CONTENT + prompt == written("user")
+    tags = _REASONING.findall(prompt)
+    opens_reasoning = bool(tags) and not tags[-1]
+    answer, why = None, "it does not give the assistant's words once, as they are"
+    is_blind = False  # whether the assistant's words look like more of the user's
+    try:
+        whole = written("user", "assistant", continue_final_message=True)
+        head, *rest = whole.removesuffix(_ANSWER).split(_CONTENT)
+        if whole.endswith(_ANSWER) and head == before and len(rest) == 1 and _ANSWER not in rest[0]:
+            answer = rest[0]
+        is_blind = whole == written("user", "user", continue_final_message=True)
+    except ValueError as error:
+        if answer is None and isinstance(error.__cause__, TemplateError):
+            why = str(error)
+    if answer is not None and answer.startswith(prompt):
+        more = answer.removeprefix(prompt)
+        return before, answer if has_none or more.strip() else prompt
+    if not opens_reasoning and (is_blind or not has_none):
+        return before, prompt
+    if answer is None or is_blind:
+        opened = "opens a block of reasoning" if opens_reasoning else "has no generation prompt"
+        raise ValueError(
+            f"the chat template {opened}, and has no place for the beginning of an answer "
+            f"({'the assistant is the user to it' if is_blind else why}): expected one that goes "
+            "on with an assistant's message; ask for base prompts"
+        )
+    return before, answer
 
 
 class _Day(datetime):

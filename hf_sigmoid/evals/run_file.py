@@ -4,10 +4,32 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hf_sigmoid import output_folder
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.evals import store
 from hf_sigmoid.evals.whole_file import write_whole
+from hf_sigmoid.run_lock import RunLock
 
-FILE = "run.json"
+FILE, SUMMARY = "run.json", "summary.json"
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse an --out that cannot be written, or that holds others' files.
+
+    Raises:
+        BadInput: there is something in it, and no evaluation or report of ours.
+    """
+    output_folder.check(folder, "--out")
+    held = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    if read(folder) is None:
+        read(folder, SUMMARY)  # of `eval report`
+    # What a run may leave that was killed before it had written anything else.
+    begun = {RunLock.FILE, f".{FILE}", *(part.name for part in folder.glob(store.PARTS))}
+    if held - begun and not held & {FILE, SUMMARY, store.FILE}:
+        raise BadInput(
+            f"--out {folder} is not empty and holds no evaluation: expected a new or empty folder, "
+            "or one that an evaluation has written"
+        )
 
 
 def write(folder: Path, about: dict[str, Any], models: list[dict[str, Any]]) -> None:
@@ -22,13 +44,13 @@ def write(folder: Path, about: dict[str, Any], models: list[dict[str, Any]]) -> 
     write_whole(folder / FILE, lambda file: file.write_text(text, encoding="utf-8"))
 
 
-def read(folder: Path) -> dict[str, Any] | None:
+def read(folder: Path, name: str = FILE) -> dict[str, Any] | None:
     """None of a folder without one.
 
     Raises:
         BadInput: a file that is not ours.
     """
-    file = folder / FILE
+    file = folder / name
     try:
         held = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(held["config"], str) and all(each["name"] for each in held["models"]):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from hf_sigmoid import output_folder
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.evals import run_file
 from hf_sigmoid.evals.grid import Grid
 from hf_sigmoid.evals.scoring import SCORES
 from hf_sigmoid.evals.specs import parse
@@ -166,7 +166,7 @@ def read(args: argparse.Namespace) -> Settings:
         specs = tuple(dict.fromkeys(map(parse, given["tasks"])))
     except ValueError as error:
         raise BadInput(f"--tasks: {error}") from None
-    output_folder.check(Path(args.out), "--out")
+    run_file.check_folder(Path(args.out))
     if "device" in args:
         _check_device(args.device)
     grid = Grid(

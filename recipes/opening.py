@@ -1,0 +1,66 @@
+"""The first lines of a run: the model, what trains, on what, and how much text there is."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import parallel
+from reading_order import permutation
+
+COUNTED = 1_000_000  # characters of a source that are encoded to know, or to guess, its tokens
+A_DOCUMENT = 100  # characters that take as long as a document does apart from its own
+
+
+def describe(
+    loop: Any, model: Any, attention: str, trains: Iterable[str], tokens: int | None = None
+) -> Iterator[str]:
+    """The lines.
+
+    Args:
+        loop: a run that has its processes, its corpus and its packer.
+        model: may be on the meta device.
+        trains: a line for each thing that trains, by `parameters`.
+        tokens: of the corpus, if they have been counted.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT's
+    precision = {"fp32": "float32", "bf16": "bfloat16 autocast over float32 weights"}
+    yield (
+        f"model {loop.run.model}: {type(base).__name__}, attention {attention}, {loop.layout} on "
+        f"{loop.accelerator.device.type}, {precision[loop.run.train.precision]}"
+        + parallel.less_than_asked(loop.accelerator)
+    )
+    yield from trains
+    read = loop.run.steps * loop.blocks_per_step * loop.run.train.block_size
+    corpus, total = loop.corpus, sum(loop.corpus.weights)
+    for said, source, weight in zip(
+        corpus.describe().split("\n"), corpus.parts, corpus.weights, strict=True
+    ):
+        yield f"text {said}, {_reading(source, loop.encode, round(read * weight / total), tokens)}"
+
+
+def parameters(kind: str, trained: int, total: int) -> str:
+    return f"{kind}: {trained:,} of {total:,} parameters train ({trained / total:.2%})"
+
+
+def _reading(source: Any, encode: Callable[[str], list[int]], read: int, known: int | None) -> str:
+    """How many tokens a source has, and how many of them, or how often, a run reads."""
+    if known is None and source.is_streamed:
+        return f"as many tokens as come, of which this run reads {read:,}"
+    tokens, exact = (known, True) if known is not None else _tokens(source.documents, encode)
+    often = f"{read / tokens:.3g} times over" if read > tokens else f"{read / tokens:.1%} of them"
+    return f"{'' if exact else 'about '}{tokens:,} tokens; this run reads {read:,}, {often}"
+
+
+def _tokens(documents: Any, encode: Callable[[str], list[int]]) -> tuple[int, bool]:
+    """Tokens of documents, and whether all were counted: a second's work, and no more."""
+    tokens, room, rows = 0.0, COUNTED, len(documents)
+    for number, place in enumerate(permutation(rows, "a sample"), 1):
+        document = documents[place]
+        if document.strip():
+            piece = document[: max(1, room)]
+            tokens += len(encode(piece)) * len(document) / len(piece)
+            room -= len(document)
+        room -= A_DOCUMENT
+        if room <= 0:
+            all_read = number == rows and room + A_DOCUMENT >= 0
+            return round(tokens / number * rows), all_read
+    return round(tokens), True

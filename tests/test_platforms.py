@@ -1,0 +1,88 @@
+"""What other systems than Linux lack, taken away here: it works without, or says so."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from training_runs import RECIPES, arguments, losses
+
+from hf_sigmoid import run_lock
+from hf_sigmoid.errors import BadInput
+
+# As on Windows, as far as a Linux system can be without.
+LACKING = """
+import json, os, signal, sys
+import psutil  # has parts of its own for each system
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM"):
+    delattr(signal, name)
+opened = os.open
+def opens_no_folder(path, *rest, **options):
+    if isinstance(path, (str, os.PathLike)) and os.path.isdir(path):
+        raise PermissionError(13, "Permission denied", str(path))
+    return opened(path, *rest, **options)
+recipes, *argv = json.loads(sys.argv[1])
+sys.path.insert(0, recipes)
+import checkpointing, continue_pretrain, errors, stability, hf_sigmoid.evals.commands
+checkpointing.os = type(sys)("os")
+vars(checkpointing.os).update(vars(os) | {"open": opens_no_folder})
+errors.run(lambda: continue_pretrain.main(argv))
+"""
+
+
+def test_a_run_needs_nothing_that_only_posix_has(tiny, corpus_file, tmp_path):
+    argv = arguments(tiny, corpus_file, tmp_path / "out", **{"train.steps": 4})
+    run = subprocess.run(
+        [sys.executable, "-c", LACKING, json.dumps([str(RECIPES), *argv])], capture_output=True,
+        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert len(losses(tmp_path / "out")) == 4
+    names = [folder.name for folder in (tmp_path / "out" / "checkpoints").iterdir()]
+    assert names == ["step_00000003"]
+
+
+def test_windows_locks_are_taken_where_there_are_no_others(tmp_path, monkeypatch):
+    taken: set[int] = set()
+
+    def locking(descriptor: int, mode: int, size: int) -> None:
+        file = os.fstat(descriptor).st_ino
+        if file in taken:
+            raise PermissionError(13, "Permission denied")
+        taken.add(file)
+
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(LK_NBLCK=2, locking=locking))
+    run_lock.RunLock(tmp_path)
+    with pytest.raises(BadInput, match="another process is writing into it"):
+        run_lock.RunLock(tmp_path)
+
+
+def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path, monkeypatch):
+    import fcntl
+
+    def refuse(*given):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run_lock.RunLock(tmp_path).release(remove=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_healing_says_that_it_needs_linux(tmp_path):
+    code = (
+        "import pathlib, sys, errors, heal_smollm2\n"
+        "exists = pathlib.Path.exists\n"
+        "pathlib.Path.exists = lambda self: '/proc' not in str(self) and exists(self)\n"
+        f"errors.run(lambda: heal_smollm2.main(['--out', {str(tmp_path / 'out')!r}]))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=RECIPES, timeout=120
+    )
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].startswith("error: peak memory is read off /proc")
+    assert not (tmp_path / "out").exists()
