@@ -1,6 +1,7 @@
 """The model card of a conversion: what it is made of, what it cost, how to load and to undo it."""
 
 import importlib.metadata
+import json
 from pathlib import Path
 
 from huggingface_hub import ModelCardData, hf_hub_download, metadata_load
@@ -10,6 +11,8 @@ from hf_sigmoid.conversions import embedded
 from hf_sigmoid.conversions.plan import Plan
 from hf_sigmoid.conversions.report import distillations, figures
 
+PLAIN_INSTALL = "pip install hf-sigmoid"
+MUCH_WORSE = 1.1  # times the perplexity: what trained it before no longer holds
 COPIED = ("license", "license_name", "license_link", "language")  # of the source's card
 
 
@@ -51,22 +54,85 @@ def card(report: dict, plan: Plan, name: str) -> str:
         + ("." if "distillations" in report else "; nothing was trained."),
         *_method(report, plan),
         *distillations(report),
-        f"{sentence[:1].upper()}{sentence[1:]}, on {report['evaluation_text']}"
-        f"{', as converted' if 'distillations' in report else ''}. By length, by "
-        "layer and with what it took: `report.md`.",
-        f"""```sh
-pip install hf-sigmoid
+        f"{sentence[:1].upper()}{sentence[1:]}"
+        + (f", on {report['evaluation_text']}" if "evaluation_text" in report else "")
+        + (", as converted" if "distillations" in report else "")
+        + ". By length, by layer and with what it took: `report.md`.",
+        *next_step(report, folder),
+        how_to_load(name, report["class"], True),
+        f"Back to softmax: `{fetch}hf-sigmoid revert {folder} BACK{_approximately(report)}",
+    ]
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(lines) + "\n"
+
+
+def how_to_load(name: str, cls: str, is_ours: bool) -> str:
+    """What to install, how to load the model, and what other programs make of it."""
+    if not is_ours:
+        return f"""```python
+from transformers import {cls}
+
+model = {cls}.from_pretrained("{name}")
+```"""
+    return f"""```sh
+{install_command()}
 ```
 
 ```python
 import hf_sigmoid  # without it transformers refuses the checkpoint
-from transformers import {report["class"]}
+from transformers import {cls}
 
-model = {report["class"]}.from_pretrained("{name}")
-```""",
-        f"Back to softmax: `{fetch}hf-sigmoid revert {folder} BACK{_approximately(report)}",
+model = {cls}.from_pretrained("{name}")
+```
+
+Servers with attention of their own do not compute this model. Those that read its config through
+transformers (vLLM, SGLang, TGI) stop; a program that reads `config.json` by itself (llama.cpp, MLX)
+may run it as the softmax model that it is not."""
+
+
+def install_command() -> str:
+    """What installs this release: from its repository, while no package index has it."""
+    try:
+        urls = importlib.metadata.metadata("hf-sigmoid").get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return PLAIN_INSTALL
+    repository = dict(url.split(", ", 1) for url in urls).get("Repository")
+    return f'pip install "hf-sigmoid @ git+{repository}"' if repository else PLAIN_INSTALL
+
+
+def next_step(report: dict, folder: str) -> list[str]:
+    """What a conversion that reads much worse than its original needs first."""
+    before, after = (report.get(f"perplexity_{when}") for when in ("before", "after"))
+    healed = "distillations" in report
+    if before is None or after is None or after <= MUCH_WORSE * before or healed:
+        return []
+    return [
+        f"> **Not of use as it is**: {after / before:.1f} times the original's perplexity. Heal it "
+        "next, by distillation from the softmax model in it: `accelerate launch "
+        "recipes/distil_attention.py --config recipes/sigmoid/distil.yaml "
+        f"model={folder} output_dir=runs/distilled`"
     ]
-    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(lines) + "\n"
+
+
+def known_base(source: str | Path) -> str | None:
+    """The hub's name of what a folder was made of, as its card or report says; None: unknown."""
+    report, readme = Path(source) / "report.json", Path(source) / "README.md"
+    if report.is_file():
+        return json.loads(report.read_text(encoding="utf-8"))["base"]["model"]
+    try:
+        found = (metadata_load(readme) or {}).get("base_model")
+    except Exception:  # no card, or one whose front matter is not YAML
+        return None
+    return found if isinstance(found, str) else None
+
+
+def origin(source: str | Path) -> str:
+    """A sentence on the conversion that a folder comes from; empty if it is none."""
+    file = Path(source) / "report.json"
+    if not file.is_file():
+        return ""
+    report = json.loads(file.read_text(encoding="utf-8"))
+    plan, sentence = report["plan"], figures(report)
+    return f"Before, converted to {plan['function']} from {plan['init']!r}: {sentence}."
 
 
 def _method(report: dict, plan: Plan) -> list[str]:

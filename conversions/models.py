@@ -25,6 +25,7 @@ from hf_sigmoid import checkpoint_files, parameters
 # Where a config without `architectures` looks its class up, in this order.
 MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "")
 LARGEST_SHARD_BYTES = 5 * 10**9  # of an offloaded model: each shard is written from memory
+ROOM_TO_RUN = 1.5  # times a model's weights
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps that name no device
 
 
@@ -62,7 +63,7 @@ def load(
 
     Args:
         device_map, max_memory: as `from_pretrained`: where the weights are kept; what fits into no
-            memory stays on the disk.
+            memory stays on the disk. None: on a GPU that holds them with room to run, else the CPU.
         dtype: another one to hold the weights in.
         offload_near: a folder on whose disk weights are written that cannot stay in their file.
 
@@ -88,6 +89,8 @@ def load(
         model, info = model_class(config).from_pretrained(path, **options)
     except SafetensorError as error:
         raise ValueError(f"{path}: a safetensors file cannot be read: {error}") from error
+    if device_map is None and (device := _gpu_that_holds(model)) is not None:
+        model.to(device)
     if offloaded is not None and any(Path(offloaded.name).iterdir()):
         weakref.finalize(model, offloaded.cleanup)
     elif offloaded is not None:
@@ -98,6 +101,15 @@ def load(
             f"numbers: {', '.join(missing[:3])}"
         )
     return model.eval()
+
+
+def _gpu_that_holds(model: PreTrainedModel) -> torch.device | None:
+    """The first CUDA device with the room that weights and a pass over some windows take."""
+    needed = ROOM_TO_RUN * sum(tensor.nbytes for tensor in model.state_dict().values())
+    for index in range(torch.cuda.device_count()):
+        if torch.cuda.mem_get_info(index)[0] >= needed:
+            return torch.device("cuda", index)
+    return None
 
 
 def _dtype(path: str, config: PreTrainedConfig) -> torch.dtype | str:

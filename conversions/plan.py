@@ -211,7 +211,9 @@ def check_init(function: str, init: str) -> int | None:
 
 
 def parse_layers(given: str, count: int | None = None) -> list[int]:
-    """ "0-15,!3" -> layers 0 to 15 without 3. "!3" alone needs the `count` of all layers.
+    """ "0-15,not:3" -> layers 0 to 15 without 3. "not:3" alone needs the `count` of all layers.
+
+    "!3" and "^3" are the same; many shells read them otherwise.
 
     Raises:
         ValueError: not numbers and ranges.
@@ -219,13 +221,14 @@ def parse_layers(given: str, count: int | None = None) -> list[int]:
     chosen: set[int] | None = None
     left_out: set[int] = set()
     for part in given.split(","):
-        first, _, last = part.removeprefix("!").partition("-")
+        span_of = part.strip().removeprefix("not:").lstrip("!^")
+        first, _, last = span_of.partition("-")
         if not first.isdigit() or (last and not last.isdigit()):
-            raise ValueError(f"expected numbers and ranges as 0-15,!3, got {given!r}")
+            raise ValueError(f"expected numbers and ranges as 0-15,not:3, got {given!r}")
         if last and int(last) < int(first):
             raise ValueError(f"expected ranges that rise, got {part!r}")
         span = range(int(first), int(last or first) + 1)
-        if part.startswith("!"):
+        if span_of != part.strip():
             left_out.update(span)
         else:
             chosen = (chosen or set()) | set(span)

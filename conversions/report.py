@@ -37,6 +37,10 @@ def markdown(report: dict, plan: Plan) -> str:
 def figures(report: dict) -> str:
     """What the conversion cost, in a sentence."""
     metric, window = report["metric"], report["window"]
+    if not {"perplexity_after", "hidden_state_change"} & report.keys():
+        differences = report.get("largest_logit_difference", {}).values()
+        same = f"the largest difference of a logit is {max(differences, default=0):.1e}, "
+        return f"{same if differences else ''}{metric} was not measured"
     if "perplexity_after" not in report:
         return f"{metric} on {window} tokens: {report['hidden_state_change']:.3f}"
     before, after = report["perplexity_before"], report["perplexity_after"]

@@ -1,16 +1,81 @@
-"""Getting models and tokenizers ready for a recipe or an evaluation."""
+"""Getting models and tokenizers ready for a command."""
 
+import difflib
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_sigmoid.checkpoint_files import saved_dtype
 from hf_sigmoid.errors import BadInput
+
+ADAPTER = "adapter_config.json"
+
+
+def check_source(name: str, names: tuple[str, ...] = ()) -> None:
+    """Refuse what can be neither a checkpoint's folder nor a hub id, and say what it is instead.
+
+    Args:
+        name: as it was given.
+        names: words that mean a checkpoint, offered where one is nearly spelt.
+
+    Raises:
+        BadInput: a folder that is not there, a file, or the folder of an adapter.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
+            base = json.loads((path / ADAPTER).read_text(encoding="utf-8"))
+            base = base.get("base_model_name_or_path") or "BASE"
+            raise BadInput(
+                f"model {name} is a PEFT adapter of {base}, expected a model: write the two as one "
+                f"by hf-sigmoid merge {name} OUT --base {base}"
+            )
+        return
+    if path.exists():
+        raise BadInput(f"model {name} is a file, expected a checkpoint's folder or a hub id")
+    near = next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.75)), None)
+    near = near or _nearest_folder(path)
+    hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and name[0] not in ".~"
+    # Of what has a folder's name here as its first part a folder is meant.
+    if near or not hub_id or ("/" in name and Path(path.parts[0]).is_dir()):
+        raise BadInput(
+            f"model {name}: there is no such folder" + (f"; did you mean {near}?" if near else "")
+        )
+
+
+def _nearest_folder(path: Path) -> str | None:
+    """An existing folder whose path differs from this one by a slip of the pen in one part."""
+    missing = next(part for part in (*reversed(path.parents), path) if not part.exists())
+    if not missing.parent.is_dir():
+        return None
+    beside = [each.name for each in missing.parent.iterdir() if each.is_dir()]
+    for name in difflib.get_close_matches(missing.name, beside, cutoff=0.75):
+        found = missing.parent / name / path.relative_to(missing)
+        if found.is_dir():
+            return str(found)
+    return None
+
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        BadInput: a folder without one, or one that cannot be read.
+    """
+    folder = Path(source)
+    known = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
+    if folder.is_dir() and not any(file.name.startswith(known) for file in folder.iterdir()):
+        raise BadInput(
+            f"model {source} has no tokenizer in its folder, expected tokenizer.json or the like: "
+            "save it there, tokenizer.save_pretrained(FOLDER)"
+        )
+    return load(AutoTokenizer, source)
 
 
 def load(kind: Any, source: str, **options: Any) -> Any:

@@ -22,7 +22,7 @@ class RunLock:
     def __init__(self, folder: Path, option: str = "output_dir"):
         self._path = folder / self.FILE
         while True:
-            self._file = self._path.open("w")
+            self._file = self._path.open("wb")
             try:
                 _take(self._file)
             except BlockingIOError:

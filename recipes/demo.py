@@ -59,7 +59,7 @@ def _convert(function: str) -> None:
     target = OUT / function
     if (target / "config.json").exists():
         return
-    options = ["--window", str(WINDOW), "--windows", str(WINDOWS)]
+    options = ["--window", str(WINDOW), "--windows", str(WINDOWS), "--evaluate", "builtin"]
     _run("2/4", "hf-sigmoid", "convert", "smollm2", str(target), "--to", function, *options)
 
 

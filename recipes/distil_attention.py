@@ -38,9 +38,11 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
+from hf_sigmoid.checkpoint_files import give_back
 from hf_sigmoid.configuration import find_section
 from hf_sigmoid.conversions import embedded, folding, perplexity, pictures
 from hf_sigmoid.conversions.card import card
+from hf_sigmoid.conversions.companions import copy_companions
 from hf_sigmoid.conversions.models import model_class
 from hf_sigmoid.conversions.plan import Plan
 from hf_sigmoid.conversions.report import markdown
@@ -266,8 +268,10 @@ class Run(Loop):
     def _write_final(self, folder: Path, folded: folding.Folded) -> None:
         run = self.run
         checkpointing.save_model(folder, self.distillation.student, self.tokenizer)
+        give_back(folder, run.model)
+        copy_companions(run.model, folder)
         if folded.factors:
-            folded.save(folder, self.distillation.student)
+            folded.save(folder, self.distillation.student, run.model)
         record = {"step": run.steps, "seconds": round(self.seconds, 1), **run_config.flat(run)}
         (folder / resuming.RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         source = Path(run.model) / REPORT

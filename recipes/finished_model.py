@@ -10,7 +10,10 @@ import resuming
 import run_config
 from huggingface_hub import ModelCardData
 
+from hf_sigmoid.checkpoint_files import give_back
 from hf_sigmoid.conversions import embedded
+from hf_sigmoid.conversions.card import how_to_load, known_base, origin
+from hf_sigmoid.conversions.companions import copy_companions
 from hf_sigmoid.conversions.folding import FILE as FOLDED
 from hf_sigmoid.conversions.revert import REPORT
 from hf_sigmoid.registration import FUNCTIONS
@@ -31,20 +34,31 @@ def write(training: Any) -> None:
 
 
 def _fill(training: Any, folder: Path) -> None:
-    model, run = training._bare_model(), training.run
-    if run.parameters == "lora":
-        if training.main:
-            model.save_pretrained(folder / ADAPTER)
-            _name_the_base(folder / ADAPTER, _base(run))
-        model = model.merge_and_unload()
+    model, run, source, probe = training._bare_model(), training.run, training.source, None
+    if run.parameters == "lora" and training.main:
+        from hf_sigmoid.conversions.merging import Probe, merge
+
+        model.save_pretrained(folder / ADAPTER)
+        _name_the_base(folder / ADAPTER, _base(run))
+        probe = Probe(model)
+        model = merge(model)
     if training.main or training.layout.splits_weights:
         checkpointing.save_whole(folder, model, main=training.main)
     if not training.main:
         return
+    give_back(folder, source)  # what was frozen
+    if probe is not None:
+        try:
+            probe.check(folder)
+        except ValueError as error:
+            raise FloatingPointError(
+                f"{error}; {training.checkpoints} has the adapter's last checkpoint"
+            ) from error
     training.tokenizer.save_pretrained(folder)
+    copy_companions(source, folder)
     for name in (REPORT, FOLDED):  # what `hf-sigmoid revert` needs of a converted model
-        if (Path(run.model) / name).is_file():
-            shutil.copy2(Path(run.model) / name, folder / name)
+        if (Path(source) / name).is_file():
+            shutil.copy2(Path(source) / name, folder / name)
     # Names, not places: this folder goes where the model goes (`config.yaml` has the places).
     keys = {key: value for key, value in run_config.flat(run).items() if key not in PLACES}
     record = {
@@ -59,8 +73,9 @@ def _fill(training: Any, folder: Path) -> None:
 def card(run: Any, model: Any, log: list[dict[str, Any]], training: Any) -> str:
     """`README.md`, with the front matter that the hub reads."""
     title = _base(run)
-    base = None if Path(run.model).exists() else title
     attention = model.config._attn_implementation
+    # A folder here may be what was made of a model of the hub.
+    base = known_base(training.source) if Path(run.model).exists() else title
     data = ModelCardData(
         base_model=base, library_name="transformers", pipeline_tag="text-generation",
         tags=["hf-sigmoid", *([f"{attention}-attention"] if attention in FUNCTIONS else [])],
@@ -76,13 +91,9 @@ def card(run: Any, model: Any, log: list[dict[str, Any]], training: Any) -> str:
         f"{run.steps:,} steps of {tokens:,} tokens, {run.steps * tokens:,} in all; trained: "
         f"{what}. Text: {training.corpus.describe()} (fingerprint "
         f"`{training.corpus.fingerprint[:16]}`).",
+        origin(training.source),
         _results(log),
-        f"""```python
-{"import hf_sigmoid" if attention in FUNCTIONS else ""}
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("{training.final.name}")
-```""".replace("python\n\n", "python\n"),
+        how_to_load(training.final.name, "AutoModelForCausalLM", attention in FUNCTIONS),
         "Keys of the run:",
         "```yaml\n" + _keys(run) + "```",
     ]
@@ -105,14 +116,15 @@ def _name_the_base(adapter: Path, name: str) -> None:
 
 
 def _results(log: list[dict[str, Any]]) -> str:
-    """Held-out loss and needles before and after, and what was skipped."""
+    """Loss, held-out loss and needles before and after, and what was skipped."""
     before, after = (log[0].get("before") or {}), log[-1]
-    rows = [
+    rows = [("loss of a step (nats a token)", log[0]["loss"], after["loss"])]
+    rows += [
         (f"{label} `{name}`", before.get(kind, {}).get(name), value)
         for kind, label in (("held_out", "loss (nats a token) on"), ("needle", "needles found at"))
         for name, value in after.get(kind, {}).items()
     ]
-    table = ["| held out | before | after |", "|---|---|---|"] if rows else []
+    table = ["| | first or before | last |", "|---|---|---|"]
     table += [f"| {name} | {_shown(old)} | {_shown(new)} |" for name, old, new in rows]
     if skipped := after.get("skipped"):
         table += ["", f"{skipped} steps were skipped: their loss or gradient was not finite."]

@@ -16,10 +16,9 @@ from packing import Packer, streams_of
 from run_log import finite
 from stop_signal import StopSignal
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from hf_sigmoid import output_folder
-from hf_sigmoid.loading import load, max_positions, tokenizer_print
+from hf_sigmoid.loading import load_tokenizer, max_positions, tokenizer_print
 from hf_sigmoid.run_lock import RunLock
 
 GO_ON = "the same command goes on from there"
@@ -71,7 +70,7 @@ class Loop:
                 f"train.block_size: expected at most the model's {positions} positions "
                 f"(max_position_embeddings), got {run.train.block_size}"
             )
-        self.tokenizer = load(AutoTokenizer, source)
+        self.tokenizer = load_tokenizer(source)
         self.encode = corpus.encoder(self.tokenizer, run.data.append_eos)
         corpus.check_length(self.corpus, self.encode, run.train.block_size)
 

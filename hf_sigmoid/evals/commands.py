@@ -11,17 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
-from hf_sigmoid.conversions.embedded import checkpoint
-from hf_sigmoid.errors import BadInput
-from hf_sigmoid.evals import report, run_file, settings
-from hf_sigmoid.evals.export import save, to_dataset
-from hf_sigmoid.evals.merging import merged
-from hf_sigmoid.evals.plan import builder_of, haystack
-from hf_sigmoid.evals.run import ChecksFailed, evaluate
-from hf_sigmoid.loading import load
+from hf_sigmoid.errors import BadInput, ChecksFailed
+from hf_sigmoid.evals import run_file, settings
+
+# What computes is imported behind the command line: --help takes none of it.
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +53,8 @@ def _evaluate(arguments: Sequence[str]) -> dict[str, Any]:
     )
     settings.add_arguments(parser)
     asked = settings.read(parser.parse_args(arguments))
+    from hf_sigmoid.evals.run import evaluate
+
     summary = evaluate(asked)
     if summary:  # of the first process
         _show(asked.out, summary)
@@ -77,6 +73,9 @@ def _report(arguments: Sequence[str]) -> dict[str, Any]:
     out = args.out or args.folders[0]
     if args.out is not None:
         run_file.check_folder(out)
+    from hf_sigmoid.evals import report
+    from hf_sigmoid.evals.merging import merged
+
     summary = merged(args.folders)
     report.write(out, summary)
     _show(out, summary)
@@ -94,7 +93,12 @@ def _build(arguments: Sequence[str]) -> dict[str, Any]:
     asked = settings.read(args)
     if asked.out.exists() and (not asked.out.is_dir() or any(asked.out.iterdir())):
         raise BadInput(f"--out {asked.out}: expected a new or empty folder")
-    tokenizer = load(AutoTokenizer, checkpoint(args.tokenizer))
+    from hf_sigmoid.conversions.embedded import checkpoint
+    from hf_sigmoid.evals.export import save, to_dataset
+    from hf_sigmoid.evals.plan import builder_of, haystack
+    from hf_sigmoid.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(checkpoint(args.tokenizer))
     text = haystack(asked, tokenizer)
     builder = builder_of(asked, tokenizer, text.content)
     about = {
@@ -108,6 +112,8 @@ def _build(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _show(out: Path, summary: dict[str, Any]) -> None:
+    from hf_sigmoid.evals import report
+
     for model in summary["models"]:
         if not model["round_trips"]:
             print(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from hf_sigmoid.errors import BadInput
+from hf_sigmoid.errors import BadInput, ChecksFailed
 from hf_sigmoid.evals import report, run_file
 from hf_sigmoid.evals.checks import Checks, check
 from hf_sigmoid.evals.grid import Unit
@@ -29,10 +29,6 @@ from hf_sigmoid.evals.world import World
 from hf_sigmoid.run_lock import RunLock
 
 PACKAGES = ("torch", "transformers", "hf-sigmoid")
-
-
-class ChecksFailed(RuntimeError):
-    """A model gives one answer this way and another that way, or none."""
 
 
 def evaluate(settings: Settings) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from hf_sigmoid.evals.needle_attention import Observer
 from hf_sigmoid.evals.prefix import Prefix
 from hf_sigmoid.evals.samples import Sample
 
-SCORES = ("teacher", "generate")
 BEYOND = 16  # tokens that may be generated beyond the answer's, for words around it
 
 
@@ -40,7 +39,7 @@ class Scorer:
 
     Args:
         tokenizer: decodes what is generated.
-        scores: of `SCORES`.
+        scores: of `settings.SCORES`.
     """
 
     model: Any

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.evals import run_file
 from hf_sigmoid.evals.grid import Grid
-from hf_sigmoid.evals.scoring import SCORES
 from hf_sigmoid.evals.specs import parse
 
+SCORES = ("teacher", "generate")  # see `scoring.py`
 DTYPES = ("float32", "bfloat16", "float16")
 FORMAT = 1  # of samples.jsonl; another one never goes on with a folder of this one
 
@@ -92,6 +90,8 @@ class Settings:
 
     def digest(self, haystack_sha256: str) -> str:
         """Of everything that makes a score what it is, but the model and the grid."""
+        import torch
+
         parts = (
             FORMAT, haystack_sha256, self.grid.seed, self.dtype, self.prompt, self.decoys,
             sorted(self.scores), self.attention, self.grid.batch, self.template,
@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, models: bool = True) -> No
     add("--rope", metavar="CHANGE", help="run with theta:F, ntk:F or yarn:F, to F times as many")
     add("--batch-size", type=int, default=4)
     add("--dtype", choices=DTYPES, default="float32")
-    add("--device", metavar="DEVICE", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", metavar="DEVICE", help="default: a GPU if there is one")
     add("--checks", choices=("stop", "record"), default="stop",
         help="a model that fails a check ends the run, or is marked in the report")  # fmt: skip
 
@@ -168,7 +168,7 @@ def read(args: argparse.Namespace) -> Settings:
         raise BadInput(f"--tasks: {error}") from None
     run_file.check_folder(Path(args.out))
     if "device" in args:
-        _check_device(args.device)
+        args.device = _device(args.device)
     grid = Grid(
         specs,
         tuple(sorted(set(given["lengths"]))),
@@ -209,10 +209,14 @@ def _option(text: str) -> tuple[str, Any]:
     return key, {"true": True, "false": False}.get(value.lower(), value)
 
 
-def _check_device(device: str) -> None:
+def _device(asked: str | None) -> str:
+    import torch
+
+    device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise BadInput(
             f"--device: expected one that torch can compute on here, got {device!r}: {error}"
         ) from error
+    return device

@@ -9,12 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
 
 from hf_sigmoid.conversions.embedded import checkpoint
 from hf_sigmoid.conversions.rope import Change, change_rope, check_rope
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.loading import check_weights, load, load_model, positions_of, revision, twin
+from hf_sigmoid.loading import (
+    check_weights,
+    load_model,
+    load_tokenizer,
+    positions_of,
+    revision,
+    twin,
+)
 from hf_sigmoid.parameters import HOLDER, attention_modules
 
 
@@ -68,7 +74,7 @@ class Subject:
         kind, switch = _rope_switch(model.config)
         return cls(
             name, path, source, attn, rope, _digest(source), positions, _learns_positions(model),
-            switch, kind == "dynamic", attention_names(model), load(AutoTokenizer, source),
+            switch, kind == "dynamic", attention_names(model), load_tokenizer(source),
         )  # fmt: skip
 
     def load(self, dtype: torch.dtype, device: str) -> Any:
