@@ -2,9 +2,9 @@
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -12,18 +12,23 @@ from hf_sigmoid.checkpoint_files import dtypes_of
 from hf_sigmoid.conversions.models import load, widest
 from hf_sigmoid.conversions.reading import feed, outputs
 
+if TYPE_CHECKING:  # an extra's package, which only adapters need
+    from peft import PeftModel
+
 PROBE_TOKENS = 32
 # Of the largest logit: products are summed in another order, and in 16 bits the merged weight is
 # rounded, where the adapter's share was not.
 ALLOWED = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
-def with_adapter(base: str, adapter: str | Path) -> PeftModel:
+def with_adapter(base: str, adapter: str | Path) -> "PeftModel":
     """The base with the adapter on it; of mixed dtypes in the widest, so that none is rounded.
 
     Raises:
         ValueError: a folder without an adapter, or an adapter of a model of other shapes.
     """
+    from peft import PeftModel
+
     found = dtypes_of(base)
     model = load(base, dtype=widest(found) if found else None)
     if Path(adapter).is_dir() and not (Path(adapter) / "adapter_config.json").is_file():
@@ -34,7 +39,7 @@ def with_adapter(base: str, adapter: str | Path) -> PeftModel:
         raise ValueError(_misfit(str(error), adapter, base, model)) from error
 
 
-def merge(model: PeftModel) -> PreTrainedModel:
+def merge(model: "PeftModel") -> PreTrainedModel:
     """The base with the adapter in its weights, in place.
 
     Weights that the base ties are merged apart: an adapter of the input embeddings is none of the
@@ -43,11 +48,14 @@ def merge(model: PeftModel) -> PreTrainedModel:
     base = model.get_base_model()
     apart = _untie(base)
     merged = model.merge_and_unload()
-    if apart and _still_equal(merged, apart):
+    if not apart:
+        return merged
+    are_tied = _still_equal(merged, apart)
+    for config in (merged.config, merged.config.get_text_config()):
+        config.tie_word_embeddings = are_tied
+    if are_tied:
         merged.tie_weights()
-    elif apart:
-        for config in (merged.config, merged.config.get_text_config()):
-            config.tie_word_embeddings = False
+    else:
         merged.all_tied_weights_keys = {}
     return merged
 
@@ -57,7 +65,7 @@ class Probe:
 
     @torch.no_grad()
     def __init__(self, model: nn.Module):
-        inner = model.get_base_model() if isinstance(model, PeftModel) else model
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         was_training = model.training
         model.eval()
         size = inner.get_input_embeddings().weight.shape[0]
@@ -70,11 +78,12 @@ class Probe:
     def check(self, folder: str | Path) -> None:
         """Raise ValueError if the model in a folder computes other logits."""
         model = load(str(folder))
+        allowed = max(ALLOWED[dtype] for dtype in (model.dtype, *dtypes_of(folder)))
         with torch.no_grad():
             found = self._run(model)
         largest = self.logits.abs().max().item()
         error = (found - self.logits).abs().max().item()
-        if not error <= ALLOWED[model.dtype] * largest:
+        if not error <= allowed * largest:
             raise ValueError(
                 f"the merged model must compute what base and adapter do, got logits up to "
                 f"{error:.2g} away where the largest is {largest:.2g}: nothing was written"

@@ -17,6 +17,10 @@ HOOKS = {
     "peft.tuners.tuners_utils": ("hf_sigmoid.guards", "guard_peft"),
     "peft.peft_model": ("hf_sigmoid.guards", "guard_peft_model"),
     "accelerate.accelerator": ("hf_sigmoid.guards", "guard_accelerate"),
+    "transformers.generation.continuous_batching.continuous_api": (
+        "hf_sigmoid.guards",
+        "guard_continuous_batching",
+    ),
 }
 
 

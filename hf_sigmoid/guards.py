@@ -1,4 +1,4 @@
-"""What PEFT and accelerate would do wrong in silence, refused. Installed when they are imported.
+"""What PEFT, accelerate and continuous batching would do wrong in silence. Installed with them.
 
 transformers may be half loaded at that moment, so what needs it is imported at the call.
 """
@@ -95,6 +95,26 @@ def guard_accelerate() -> None:
         return original(self, *args, **kwargs)
 
     Accelerator.prepare = prepare
+
+
+def guard_continuous_batching() -> None:
+    """Its check knows no custom name: it refuses ours, or switches to a softmax kernel silently."""
+    from transformers.generation.continuous_batching.continuous_api import (
+        ContinuousBatchingManager,
+    )
+
+    from hf_sigmoid.layer_types import FUNCTIONS
+    from hf_sigmoid.wraps import Wrap, install
+
+    def wrap(original):
+        def switch_to_cb_friendly_attn(self, model, auto_switch_to_flash=True):
+            if model.config._attn_implementation not in FUNCTIONS:
+                return original(self, model, auto_switch_to_flash)
+
+        return switch_to_cb_friendly_attn
+
+    arguments = ["self", "model", "auto_switch_to_flash"]
+    install([Wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", wrap, arguments)])
 
 
 def _record(model: nn.Module) -> dict | None:

@@ -2,7 +2,7 @@
 
 Importing this module registers, once transformers' model classes are loaded (`after_import.py`): it
 adds the names "sigmoid" and "ssmax" to transformers' tables of attention and mask functions and
-wraps seven methods of PreTrainedModel and one of continuous batching; every wrap returns
+wraps seven methods of PreTrainedModel; every wrap returns
 transformers' own result for a model that does not use us. Reasons, one by one, at each wrap.
 """
 
@@ -14,7 +14,6 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
@@ -254,16 +253,6 @@ def _is_new(model: PreTrainedModel, key: str) -> bool:
     return isinstance(module.config.hf_sigmoid, configuration.Section)
 
 
-def _wrap_continuous_batching(original):
-    """Its check knows no custom name: it refuses ours, or switches to a softmax kernel silently."""
-
-    def switch_to_cb_friendly_attn(self, model, auto_switch_to_flash=True):
-        if model.config._attn_implementation not in FUNCTIONS:
-            return original(self, model, auto_switch_to_flash)
-
-    return switch_to_cb_friendly_attn
-
-
 WRAPS = [
     wraps.Wrap(PreTrainedModel, "post_init", _wrap_post_init, ["self"]),
     wraps.Wrap(
@@ -294,12 +283,6 @@ WRAPS = [
         PreTrainedModel, "set_attn_implementation", _wrap_set, ["self", "attn_implementation"]
     ),
     wraps.Wrap(PreTrainedModel, "save_pretrained", _wrap_save, ["self", "save_directory"]),
-    wraps.Wrap(
-        ContinuousBatchingManager,
-        "switch_to_cb_friendly_attn",
-        _wrap_continuous_batching,
-        ["self", "model", "auto_switch_to_flash"],
-    ),
 ]
 
 register()

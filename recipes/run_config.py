@@ -25,7 +25,7 @@ def load(file: str | os.PathLike | None, overrides: list[str], kind: type = Run)
     values: dict[str, Any] = {}
     if file is not None:
         values |= _read(Path(file))
-    for override in overrides:
+    for override in _whole(overrides):
         key, equals, value = override.partition("=")
         if not equals:
             raise BadInput(f"expected KEY=VALUE after the options, got {override!r}")
@@ -43,6 +43,17 @@ def load(file: str | os.PathLike | None, overrides: list[str], kind: type = Run)
         setattr(owner, name, _checked(key, value, kinds[key]))
     _check(run)
     return run
+
+
+def _whole(overrides: list[str]) -> list[str]:
+    """A shell cuts key=[a, b] at its blank: a list goes on until it is closed."""
+    whole: list[str] = []
+    for each in overrides:
+        if whole and whole[-1].count("[") > whole[-1].count("]"):
+            whole[-1] += f" {each}"
+        else:
+            whole.append(each)
+    return whole
 
 
 def flat(run: Any) -> dict[str, Any]:
@@ -125,12 +136,23 @@ def _checked(key: str, value: Any, kind: Any) -> Any:
             return str(value)  # a folder may be called 7
         if typing.get_origin(each) is list:
             of = typing.get_origin(item := typing.get_args(each)[0]) or item
+            if str not in allowed:
+                value = _listed(value, of)
             if isinstance(value, list) and all(type(entry) is of for entry in value):
                 return value
         elif type(value) is each:
             return value
     names = " or ".join("null" if a is type(None) else _kind_name(a) for a in allowed)
     raise BadInput(f"{key}: expected {names}, got {value!r}")
+
+
+def _listed(value: Any, of: type) -> Any:
+    """One value, or several as 512,1024, where only a list is possible."""
+    if isinstance(value, str) and of in (int, str):
+        parts = [part.strip() for part in value.split(",")]
+        whole = of is str or all(part.isdigit() for part in parts)
+        return [of(part) for part in parts] if whole else value
+    return [value] if type(value) is of else value
 
 
 def _kind_name(kind: Any) -> str:

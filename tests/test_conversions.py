@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 
 import pytest
 import tiny_models
@@ -60,7 +61,7 @@ def logits(path, ids, **kwargs):
 
 
 def test_ssmax_starts_as_the_identity_to_the_last_bit(source, tmp_path):
-    report = convert(source, tmp_path / "out", "ssmax", **SMALL)
+    report = convert(source, tmp_path / "out", "ssmax", evaluation="builtin", **SMALL)
     ids = torch.randint(0, 256, (2, 40))
     assert torch.equal(logits(source, ids), logits(tmp_path / "out", ids))
     padding = torch.ones_like(ids)
@@ -201,7 +202,16 @@ def test_a_plan_is_data_and_changes_nothing(source):
 
 
 @pytest.mark.parametrize(
-    ("given", "layers"), [("0-2,7", [0, 1, 2, 7]), ("0-5,!3", [0, 1, 2, 4, 5]), ("!1-2", [0, 3])]
+    ("given", "layers"),
+    [
+        ("0-2,7", [0, 1, 2, 7]),
+        ("0-5,!3", [0, 1, 2, 4, 5]),
+        ("!1-2", [0, 3]),
+        ("0-5,not:3", [0, 1, 2, 4, 5]),
+        ("0-5,^3", [0, 1, 2, 4, 5]),
+        ("not:1-2", [0, 3]),
+        ("^0, 3", [3]),
+    ],
 )
 def test_layers_are_numbers_ranges_and_exceptions(given, layers):
     assert parse_layers(given, 4) == layers
@@ -537,11 +547,17 @@ def test_command_line_prints_one_line_and_its_errors_too(source, tmp_path, capsy
         (["convert", "MODEL", "OUT", "--to", "ssmax", "--seed", "3"], "--seed fit sigmoid's row"),
         (["convert", "MODEL", "OUT", "--to", "ssmax", "--stats", "x"], "--stats fit sigmoid's row"),
         (["convert", "MODEL", "OUT", "--to", "ssmax", "--calibrate", "x"], "got --to ssmax"),
-        (["convert", "OUT/absent", "OUT", "--to", "ssmax"], "model OUT/absent: AutoConfig cannot"),
+        (
+            ["convert", "OUT/absent", "OUT", "--to", "ssmax"],
+            "model OUT/absent: there is no such folder",
+        ),
         (["convert", "MODEL", "--to", "ssmax", "--seed", "3", "--dry-run"], "--seed fit sigmoid's"),
-        (["revert", "OUT/absent", "OUT"], "model OUT/absent: AutoConfig cannot"),
-        (["inspect", "OUT/absent"], "model OUT/absent: AutoConfig cannot"),
-        (["verify", "OUT/absent", "--against", "MODEL"], "model OUT/absent: AutoConfig cannot"),
+        (["revert", "OUT/absent", "OUT"], "model OUT/absent: there is no such folder"),
+        (["inspect", "OUT/absent"], "model OUT/absent: there is no such folder"),
+        (
+            ["verify", "OUT/absent", "--against", "MODEL"],
+            "model OUT/absent: there is no such folder",
+        ),
         (["verify", "MODEL", "--against", "MODEL"], "compares a converted model, got MODEL"),
         (
             [
@@ -569,6 +585,118 @@ def test_a_command_that_cannot_do_what_it_is_asked_says_so(
     error = capsys.readouterr().err.splitlines()
     assert any(real(words) in line for line in error), error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("smolm2", "did you mean smollm2?"),
+        ("HERE/sourc", "there is no such folder; did you mean HERE/source?"),
+        ("HERE/gone/deep", "there is no such folder"),
+        ("./nothing", "there is no such folder"),
+        ("HERE/file.txt", "is a file, expected a checkpoint's folder"),
+        (
+            "HERE/adapter",
+            "is a PEFT adapter of THE_BASE, expected a model: write the two as one by",
+        ),
+        ("HERE/untold", "has no tokenizer in its folder, expected tokenizer.json"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["convert", "eval"])
+def test_what_is_no_checkpoint_is_said_to_be_what_it_is(
+    source, tmp_path, monkeypatch, capsys, name, said, verb
+):
+    shutil.copytree(source, tmp_path / "source")
+    shutil.copytree(source, tmp_path / "untold", ignore=shutil.ignore_patterns("token*"))
+    (tmp_path / "file.txt").write_text("")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(
+        '{"base_model_name_or_path": "THE_BASE", "peft_type": "LORA"}'
+    )
+    monkeypatch.chdir(tmp_path)
+    name, out = name.replace("HERE", str(tmp_path)), str(tmp_path / "out")
+    words = {
+        "convert": ["convert", name, out, "--to", "ssmax", "--window", "32"],
+        "eval": ["eval", "--models", name, "--lengths", "64", "--out", out],
+    }
+    assert main(words[verb]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert any(said.replace("HERE", str(tmp_path)) in line for line in lines), lines
+    assert "valid model identifier" not in "".join(lines)
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_is_one_line(source, tmp_path, monkeypatch, capsys):
+    verbs = sys.modules["hf_sigmoid.conversions.convert"]
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verbs, "to_ssmax", interrupted)
+    assert (
+        main(["convert", source, str(tmp_path / "out"), "--to", "ssmax", "--window", "32"]) == 130
+    )
+    assert capsys.readouterr().err.endswith("hf-sigmoid convert: stopped, nothing was written\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_identity_is_verified_and_measured_only_if_asked(source, tmp_path, monkeypatch):
+    from hf_sigmoid.conversions.compare import Measure
+
+    asked = []
+    monkeypatch.setattr(Measure, "__call__", lambda self, model, ids, name: asked.append(name) or 2)
+    plain = convert(source, tmp_path / "a", "ssmax", **SMALL)
+    assert not asked and max(plain["largest_logit_difference"].values()) == 0
+    assert not {"perplexity_before", "evaluation_text", "lengths"} & plain.keys()
+    assert "perplexity was not measured" in (tmp_path / "a/README.md").read_text()
+    assert (tmp_path / "a/report.md").is_file()
+    # What is no identity is measured, and so is what was asked for.
+    for number, more in enumerate(({"init": "anchored:16"}, {"evaluation": ["builtin"]},
+                                   {"lengths": [16]}, {"rope": "ntk:2"})):  # fmt: skip
+        asked.clear()
+        report = convert(source, tmp_path / f"b{number}", "ssmax", **SMALL, **more)
+        assert len(asked) >= 2 and report["perplexity_before"] == 2
+    asked.clear()
+    report = convert(source, tmp_path / "c", "sigmoid", evaluation="none", **SMALL)
+    assert not asked and report["plan"]["init"] == "calibrated-query"
+    with pytest.raises(ValueError, match="measure on a text, got --evaluate none"):
+        convert(source, tmp_path / "d", "sigmoid", evaluation="none", needle=1, **SMALL)
+
+
+def test_the_last_line_says_what_to_do_when_a_conversion_reads_worse(
+    source, tmp_path, capsys, monkeypatch
+):
+    from hf_sigmoid.conversions.compare import Measure
+
+    small = ["--window", "32", "--windows", "4"]
+    given = ["convert", source, str(tmp_path / "bad"), "--to", "sigmoid", "--init", "minus-log-n"]
+    measured = lambda self, model, ids, name: 2.0 if "before" in name else 2.3  # noqa: E731
+    monkeypatch.setattr(Measure, "__call__", measured)
+    assert main([*given, *small]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "times the original's perplexity. Heal it next" in last
+    assert f"model={tmp_path / 'bad'}" in last
+    card = (tmp_path / "bad/README.md").read_text()
+    assert "Not of use as it is" in card and "recipes/distil_attention.py" in card
+    assert main(["convert", source, str(tmp_path / "good"), "--to", "ssmax", *small]) == 0
+    assert "Heal it" not in capsys.readouterr().out
+    assert "Not of use" not in (tmp_path / "good/README.md").read_text()
+
+
+def test_a_gpu_that_holds_the_model_takes_it(source, monkeypatch):
+    """Where the room is known; a device that is not there stands in for one."""
+    from hf_sigmoid.conversions import models
+
+    moved = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((10**4, 10**9)[index], 10**9))
+    monkeypatch.setattr(models.PreTrainedModel, "to", lambda self, device: moved.append(device))
+    models.load(source)
+    assert moved == [torch.device("cuda", 1)]
+    models.load(source, device_map="cpu")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10**4, 10**9))
+    models.load(source)
+    assert len(moved) == 1
 
 
 def test_a_model_without_attention_of_the_interface_is_described(tmp_path, capsys):

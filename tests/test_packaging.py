@@ -27,6 +27,25 @@ def test_import_costs_milliseconds_and_brings_neither_torch_nor_triton():
     assert modules == [] and took < 0.05
 
 
+def test_registering_costs_milliseconds_once_transformers_is_loaded():
+    code = (
+        "import time, transformers.modeling_utils\n"
+        "start = time.process_time(); import hf_sigmoid; print(time.process_time() - start)"
+    )
+    assert min(float(run(code)) for _ in range(5)) <= 0.05
+
+
+def test_help_and_version_load_nothing_heavy():
+    code = (
+        "import sys\nfrom hf_sigmoid.command_line import main\n"
+        "for words in (['--help'], ['--version'], ['convert', '--help'], ['eval', '--help']):\n"
+        "    try: main(words)\n    except SystemExit as end: assert end.code == 0\n"
+        "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
+    )
+    printed = run(code)
+    assert printed.splitlines()[-1] == "[]" and "hf-sigmoid 0.1.0" in printed
+
+
 def test_registration_follows_the_model_classes_in_any_order_and_only_once():
     check = (
         "from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel\n"

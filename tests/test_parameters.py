@@ -235,7 +235,8 @@ def test_a_checkpoint_that_lacks_its_parameters_is_refused(tmp_path):
     }
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(
-        ValueError, match=r"lacks parameters of its .*layers\.1\.self_attn\.log_length\.offset"
+        ValueError,
+        match=r"lacks parameters that its config.json names: .*layers\.1\.self_attn\.log_length\.offset",
     ):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -281,6 +282,18 @@ def test_another_function_than_the_checkpoints_warns(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("given", "near"), [("sigmiod", "sigmoid"), ("SSMax", "ssmax")])
+def test_a_mistyped_function_is_told_the_nearest_and_all(given, near):
+    for run in (
+        lambda: tiny_models.build("llama", attn_implementation=given),
+        lambda: tiny_models.build("llama").set_attn_implementation(given),
+    ):
+        with pytest.raises(ValueError) as error:
+            run()
+        said = str(error.value)
+        assert f"did you mean {near!r}?" in said and "sigmoid, ssmax, eager" in said
 
 
 def test_sigmoid_on_softmax_weights_warns_once_and_names_convert(tmp_path):

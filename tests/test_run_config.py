@@ -23,6 +23,23 @@ def test_a_dumped_run_loads_as_itself(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        (["evaluate.needle=[256,", "512]"], "evaluate.needle", [256, 512]),
+        (["evaluate.needle=256,512"], "evaluate.needle", [256, 512]),
+        (["evaluate.needle=256"], "evaluate.needle", [256]),
+        (["log.trackers=tensorboard"], "log.trackers", ["tensorboard"]),
+        (["log.trackers=[tensorboard,", "wandb]"], "log.trackers", ["tensorboard", "wandb"]),
+        (["data.path=[a.txt,", "b.txt]"], "data.path", ["a.txt", "b.txt"]),
+        (["data.path=a,b.txt"], "data.path", "a,b.txt"),
+    ],
+)
+def test_a_list_may_be_pasted_as_the_docs_have_it(given, key, value):
+    run = run_config.load(None, ["model=m", "output_dir=o", *given, "seed=3"])
+    assert run_config.flat(run)[key] == value and run.seed == 3
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("optim.learning_rate=1", "unknown key 'optim.learning_rate'"),
