@@ -67,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     convert.add_argument(
         "--device-map", metavar="auto",
-        help="spread a model over GPUs, memory and disk meanwhile (auto, balanced, cpu, cuda:0 …)",
+        help="spread a model over GPUs, memory and disk meanwhile (auto, balanced, cpu, cuda:0 …; "
+        "default: a GPU that holds it, else the CPU)",
     )  # fmt: skip
     convert.add_argument(
         "--keep-softmax", type=_automatic, default=0, metavar="auto:K",
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     convert.add_argument(
         "--evaluate", metavar="TEXT", nargs="+",
-        help=f"text for perplexities and needles: {text}",
+        help=f"text for perplexities and needles: {text}; builtin, or none to measure nothing",
     )  # fmt: skip
     convert.add_argument(
         "--stats", metavar="FILE", help="stats.safetensors of an earlier conversion of this model"

@@ -68,7 +68,7 @@ class Optim:
 
 @dataclass
 class Checkpoint:
-    every: int = 50  # steps; 0 saves on SIGTERM only
+    every: int = 50  # steps; 0 saves when asked to stop only
     keep: int = 2
 
 
