@@ -115,6 +115,8 @@ def written(target: Path):
     try:
         yield temporary
         temporary.chmod(0o755)
+        if target.exists():
+            target.rmdir()  # an empty one; Windows replaces none
         temporary.replace(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

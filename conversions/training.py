@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hf_sigmoid import parameters
 from hf_sigmoid.conversions.checks import check_target, written
+from hf_sigmoid.conversions.companions import copy_companions
 from hf_sigmoid.conversions.convert import convert
 from hf_sigmoid.conversions.embedded import checkpoint
 from hf_sigmoid.conversions.revert import REPORT
@@ -134,7 +135,8 @@ def _convert_state(source: Path, target: Path, function: str, base: str, options
         model.mkdir()
         AutoConfig.from_pretrained(base).save_pretrained(model)
         AutoTokenizer.from_pretrained(base).save_pretrained(model)
-        (model / WEIGHTS).symlink_to(source / WEIGHTS)
+        copy_companions(base, model)
+        _link(source / WEIGHTS, model / WEIGHTS)
         with written(target) as folder:
             report = convert(model, folder / "model", function, **options)
             report["source"] = str(source)  # not the folder that is gone in a moment
@@ -143,7 +145,7 @@ def _convert_state(source: Path, target: Path, function: str, base: str, options
                 file.write_text(file.read_text("utf-8").replace(str(model), str(source)), "utf-8")
             if not (folder / "model" / WEIGHTS).is_file():
                 raise ValueError(f"{source}: its model is too large for the one file of accelerate")
-            os.link(folder / "model" / WEIGHTS, folder / WEIGHTS)
+            _link(folder / "model" / WEIGHTS, folder / WEIGHTS)
             for file in source.iterdir():
                 if file.is_file() and file.name not in (WEIGHTS, OPTIMIZER, SCHEDULER):
                     shutil.copy2(file, folder / file.name)
@@ -153,6 +155,14 @@ def _convert_state(source: Path, target: Path, function: str, base: str, options
             if scheduler.is_file():
                 torch.save(_grown(_read(scheduler)), folder / SCHEDULER)
     return report
+
+
+def _link(file: Path, target: Path) -> None:
+    """The same file under another name; a copy where the file system or the platform has none."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copyfile(file, target)
 
 
 def _read_state(source: Path) -> dict:

@@ -1,6 +1,7 @@
 """What a conversion reports, reads and uploads, and the RoPE that it changes beside ssmax."""
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -220,6 +221,22 @@ def test_the_front_matter_is_the_hubs(source, tmp_path, monkeypatch):
     card = (tmp_path / "card.md").read_text()
     assert "revision `abc`" in card
     assert "hf download me/new --local-dir new && hf-sigmoid revert new BACK" in card
+
+
+def test_a_card_says_what_installs_it_and_what_other_programs_do(converted):
+    card = (converted / "README.md").read_text()
+    address = "hf-sigmoid @ git+"
+    urls = importlib.metadata.metadata("hf-sigmoid").get_all("Project-URL")
+    (repository,) = [url.removeprefix("Repository, ") for url in urls]
+    assert f'pip install "{address}{repository}"' in card
+    assert "(vLLM, SGLang, TGI) stop" in card and "may run it as the softmax model" in card
+    # One place knows the address.
+    root = Path(__file__).parents[1]
+    files = [*root.glob("*.toml"), *root.glob("*.md"), *root.glob("docs/**/*.md")]
+    for folder in ("hf_sigmoid", "conversions", "recipes", "kernels"):
+        files += [*(root / folder).rglob("*.py"), *(root / folder).rglob("*.md")]
+    knowing = [file.name for file in files if repository in file.read_text("utf-8")]
+    assert knowing == ["pyproject.toml"]
 
 
 # The hub

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from huggingface_hub import metadata_load
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from training_runs import arguments
@@ -326,6 +327,24 @@ def test_what_goes_with_a_model_goes_into_final_too(tmp_path, corpus_file):
     for final in (continue_pretrain.main(run), distil_attention.main(distilled)):
         assert (final / "preprocessor_config.json").read_text() == "{}"
         assert AutoTokenizer.from_pretrained(final).chat_template == "{{ messages }}"
+
+
+def test_the_card_of_a_final_model_has_base_and_figures(tmp_path, corpus_file):
+    """Of a hub's model that was converted into a folder here."""
+    source = llama(tmp_path / "base")
+    convert(source, tmp_path / "out", "sigmoid", **SMALL)
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    report["base"]["model"] = "someone/model"
+    (tmp_path / "out/report.json").write_text(json.dumps(report))
+    keys = {"train.steps": 2, "checkpoint.every": 0}
+    run = arguments(str(tmp_path / "out"), corpus_file, tmp_path / "run", **keys)
+    final = continue_pretrain.main(run)
+    assert metadata_load(final / "README.md")["base_model"] == "someone/model"
+    card = (final / "README.md").read_text("utf-8")
+    losses = [json.loads(x)["loss"] for x in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    assert f"| loss of a step (nats a token) | {losses[0]:.3f} | {losses[-1]:.3f} |" in card
+    assert f"perplexity on 32 tokens: {report['perplexity_before']:.3f} before" in card
+    assert "pip install" in card and "import hf_sigmoid" in card and "(vLLM, SGLang, TGI)" in card
 
 
 @pytest.mark.parametrize("function", ["ssmax", "sigmoid"])
