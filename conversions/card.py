@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import ModelCardData, hf_hub_download, metadata_load
 from transformers import PreTrainedConfig
 
-from hf_sigmoid.conversions import embedded
+from hf_sigmoid import embedded
 from hf_sigmoid.conversions.plan import Plan
 from hf_sigmoid.conversions.report import distillations, figures
 

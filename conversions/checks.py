@@ -1,10 +1,7 @@
-"""What can be said against a conversion before its work, and where its result is written."""
+"""Objections to a conversion, made before its work."""
 
-import os
 import shutil
-import tempfile
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -15,6 +12,7 @@ from hf_sigmoid.conversions.models import find_part, model_class
 from hf_sigmoid.conversions.plan import check_config, check_init, parse_layers
 from hf_sigmoid.conversions.reading import check_reads_text
 from hf_sigmoid.layer_types import layer_count
+from hf_sigmoid.output_folder import existing_parent
 
 
 def check_arguments(
@@ -68,21 +66,6 @@ def check_source(
     return part, layers
 
 
-def check_target(target: Path) -> None:
-    """A new or empty folder, in one that can be written."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(
-            f"the output must be a new or empty folder, got {target}, which exists and is not empty"
-        )
-    parent = existing_parent(target)
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"the output must be in a folder that can be written, got {target}")
-
-
-def existing_parent(target: Path) -> Path:
-    return next(folder for folder in target.parents if folder.exists())
-
-
 def check_disk(target: Path, model: PreTrainedModel) -> None:
     """Room for a copy of the model, before the work and not after it."""
     parent = existing_parent(target)
@@ -105,18 +88,3 @@ def check_weights_left_alone(folder: Path, source: str) -> str:
     if weights_of(folder).keys() == weights_of(source).keys() and ours != files_sha256(source):
         raise ValueError(f"the weights of {source} must not change, and would: nothing was written")
     return ours
-
-
-@contextmanager
-def written(target: Path):
-    """A temporary folder that gets the target's name at the end: complete or not there."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        if target.exists():
-            target.rmdir()  # an empty one; Windows replaces none
-        temporary.replace(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

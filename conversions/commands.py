@@ -15,13 +15,13 @@ from hf_sigmoid.conversions.convert import (
     merge_adapter,
     revert_checkpoint,
 )
-from hf_sigmoid.conversions.embedded import checkpoint
 from hf_sigmoid.conversions.models import find_part, load, part_of, parts, skeleton
 from hf_sigmoid.conversions.plan import ranges
 from hf_sigmoid.conversions.reading import check_mask_token, reader
 from hf_sigmoid.conversions.report import figures
 from hf_sigmoid.conversions.training import convert_training, is_training
 from hf_sigmoid.conversions.verify import differences, runs
+from hf_sigmoid.embedded import checkpoint
 from hf_sigmoid.text import sources
 
 

@@ -23,14 +23,10 @@ from hf_sigmoid.conversions.checks import (
     check_fitting,
     check_questions,
     check_source,
-    check_target,
     check_weights_left_alone,
-    existing_parent,
-    written,
 )
 from hf_sigmoid.conversions.companions import copy_companions
 from hf_sigmoid.conversions.compare import Measure, token_windows
-from hf_sigmoid.conversions.embedded import checkpoint
 from hf_sigmoid.conversions.evaluation import Evaluation, Questions
 from hf_sigmoid.conversions.merging import Probe, merge, with_adapter
 from hf_sigmoid.conversions.models import (
@@ -49,11 +45,13 @@ from hf_sigmoid.conversions.revert import (
     restore_weights,
     revert,
 )
-from hf_sigmoid.conversions.rope import RECORD as ROPE
-from hf_sigmoid.conversions.rope import change_rope, check_rope
 from hf_sigmoid.conversions.stages import Stages
 from hf_sigmoid.conversions.starts import calibration_sums, to_sigmoid, to_ssmax
+from hf_sigmoid.embedded import checkpoint
 from hf_sigmoid.loading import load_tokenizer
+from hf_sigmoid.output_folder import check_new, existing_parent, written
+from hf_sigmoid.rope import RECORD as ROPE
+from hf_sigmoid.rope import change_rope, check_rope
 from hf_sigmoid.text import sources
 
 STATISTICS = "stats.safetensors"
@@ -132,7 +130,7 @@ def convert(
     target = Path(target).resolve()
     check_arguments(function, init, keep_softmax, window, windows)
     check_fitting(function, calibration, stats, seed)
-    check_target(target)
+    check_new(target)
     if push_to_hub is not None:
         hub.check(push_to_hub, source)
     elif private:
@@ -290,7 +288,7 @@ def revert_checkpoint(
             not empty; nothing has been written then.
     """
     target = Path(target).resolve()
-    check_target(target)
+    check_new(target)
     source = checkpoint(source)
     config = AutoConfig.from_pretrained(source)
     if not configuration.find_section(config):
@@ -333,7 +331,7 @@ def merge_adapter(adapter: str | Path, base: str | Path, target: str | Path) -> 
             written then.
     """
     target = Path(target).resolve()
-    check_target(target)
+    check_new(target)
     base = checkpoint(base)
     model = with_adapter(base, adapter)
     check_disk(target, model.get_base_model())

@@ -12,7 +12,7 @@ from hf_sigmoid import configuration, parameters
 from hf_sigmoid.checkpoint_files import files_sha256
 from hf_sigmoid.conversions import folding
 from hf_sigmoid.conversions.models import weights
-from hf_sigmoid.conversions.rope import restore_rope
+from hf_sigmoid.rope import restore_rope
 
 REPORT = "report.json"  # what a conversion leaves in its folder
 

@@ -23,11 +23,11 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_sigmoid import parameters
-from hf_sigmoid.conversions.checks import check_target, written
 from hf_sigmoid.conversions.companions import copy_companions
 from hf_sigmoid.conversions.convert import convert
-from hf_sigmoid.conversions.embedded import checkpoint
 from hf_sigmoid.conversions.revert import REPORT
+from hf_sigmoid.embedded import checkpoint
+from hf_sigmoid.output_folder import check_new, written
 
 MANIFEST, CONFIG, LOG = "manifest.json", "config.yaml", "log.jsonl"  # of continue_pretrain.py
 OPTIMIZER, SCHEDULER = "optimizer.bin", "scheduler.bin"  # of accelerate
@@ -69,7 +69,7 @@ def convert_training(
             model; nothing has been written then.
     """
     source, target = Path(source).resolve(), Path(target).resolve()
-    check_target(target)
+    check_new(target)
     if (source / MANIFEST).is_file():
         if base is not None:
             raise ValueError(f"--base is of an accelerate state folder, got {source}")

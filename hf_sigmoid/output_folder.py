@@ -1,6 +1,10 @@
-"""Whether a recipe can write where it was told to, before it does any work."""
+"""The folder that a command writes: checked before any work, and whole or not there at the end."""
 
+import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hf_sigmoid.errors import BadInput
@@ -17,3 +21,33 @@ def check(folder: Path, option: str) -> None:
             return
         if place.exists() or place.is_symlink():
             raise BadInput(f"{option} {folder}: {place} is a file, expected a folder")
+
+
+def check_new(target: Path) -> None:
+    """Raise BadInput but for a new or empty folder, in one that can be written."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadInput(
+            f"the output must be a new or empty folder, got {target}, which exists and is not empty"
+        )
+    parent = existing_parent(target)
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise BadInput(f"the output must be in a folder that can be written, got {target}")
+
+
+def existing_parent(target: Path) -> Path:
+    return next(folder for folder in target.parents if folder.exists())
+
+
+@contextmanager
+def written(target: Path) -> Iterator[Path]:
+    """A temporary folder that gets the target's name at the end: complete or not there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if target.exists():
+            target.rmdir()  # an empty one; Windows replaces none
+        temporary.replace(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

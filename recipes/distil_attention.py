@@ -38,17 +38,18 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
+from hf_sigmoid import embedded
 from hf_sigmoid.checkpoint_files import give_back
 from hf_sigmoid.configuration import find_section
-from hf_sigmoid.conversions import embedded, folding, perplexity, pictures
+from hf_sigmoid.conversions import folding, perplexity, pictures
 from hf_sigmoid.conversions.card import card
 from hf_sigmoid.conversions.companions import copy_companions
 from hf_sigmoid.conversions.models import model_class
 from hf_sigmoid.conversions.plan import Plan
 from hf_sigmoid.conversions.report import markdown
 from hf_sigmoid.conversions.revert import REPORT, check_untrained, hashed
-from hf_sigmoid.conversions.rope import RECORD as ROPE
 from hf_sigmoid.loading import load_model
+from hf_sigmoid.rope import RECORD as ROPE
 
 TRAINED = "trained.safetensors"
 

@@ -10,8 +10,8 @@ import resuming
 import run_config
 from huggingface_hub import ModelCardData
 
+from hf_sigmoid import embedded
 from hf_sigmoid.checkpoint_files import give_back
-from hf_sigmoid.conversions import embedded
 from hf_sigmoid.conversions.card import how_to_load, known_base, origin
 from hf_sigmoid.conversions.companions import copy_companions
 from hf_sigmoid.conversions.folding import FILE as FOLDED

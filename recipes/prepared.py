@@ -21,7 +21,7 @@ from transformers import AutoConfig
 import hf_sigmoid
 from hf_sigmoid.configuration import find_section
 from hf_sigmoid.context_parallel import check_model
-from hf_sigmoid.conversions.embedded import checkpoint as resolve
+from hf_sigmoid.embedded import checkpoint as resolve
 from hf_sigmoid.loading import (
     check_weights,
     load,

@@ -27,7 +27,7 @@ from hf_sigmoid.conversions.__main__ import main
 from hf_sigmoid.conversions.evaluation import default_lengths
 from hf_sigmoid.conversions.haystack import Haystack
 from hf_sigmoid.conversions.needles import DEPTHS, score_answers
-from hf_sigmoid.conversions.rope import Change, change_rope, restore_rope
+from hf_sigmoid.rope import Change, change_rope, restore_rope
 from hf_sigmoid.text import sources
 
 SMALL = {"window": 32, "windows": 4, "progress": False}

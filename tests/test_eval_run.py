@@ -28,8 +28,7 @@ from transformers import (
 import hf_sigmoid
 from hf_sigmoid import loading, text
 from hf_sigmoid.conversions.__main__ import main as hf_sigmoid_command
-from hf_sigmoid.conversions.embedded import checkpoint
-from hf_sigmoid.conversions.rope import change_rope
+from hf_sigmoid.embedded import checkpoint
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.evals import commands, parse, run, settings, subjects
 from hf_sigmoid.evals.grid import Grid
@@ -37,6 +36,7 @@ from hf_sigmoid.evals.needle_attention import Observer
 from hf_sigmoid.evals.prompts import PromptBuilder
 from hf_sigmoid.evals.scoring import Scorer
 from hf_sigmoid.evals.subjects import Subject
+from hf_sigmoid.rope import change_rope
 from hf_sigmoid.run_lock import RunLock
 
 

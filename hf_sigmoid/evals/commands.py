@@ -93,7 +93,7 @@ def _build(arguments: Sequence[str]) -> dict[str, Any]:
     asked = settings.read(args)
     if asked.out.exists() and (not asked.out.is_dir() or any(asked.out.iterdir())):
         raise BadInput(f"--out {asked.out}: expected a new or empty folder")
-    from hf_sigmoid.conversions.embedded import checkpoint
+    from hf_sigmoid.embedded import checkpoint
     from hf_sigmoid.evals.export import save, to_dataset
     from hf_sigmoid.evals.plan import builder_of, haystack
     from hf_sigmoid.loading import load_tokenizer

@@ -6,11 +6,11 @@ Not every tokenizer gives the ids back from the text; `text_is_exact` says where
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_sigmoid import output_folder
 from hf_sigmoid.evals.answers import written
 from hf_sigmoid.evals.samples import Sample
 from hf_sigmoid.evals.specs import parse
@@ -62,20 +62,12 @@ def save(folder: Path, dataset: "datasets.Dataset", about: dict[str, Any]) -> No
     Raises:
         ValueError: a folder that exists and is not empty.
     """
-    from hf_sigmoid.conversions.checks import check_target  # its package brings torch
-
     folder = Path(os.path.abspath(folder))
-    check_target(folder)
+    output_folder.check_new(folder)
     said = json.dumps(about, indent=2, allow_nan=False) + "\n"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        # A folder in it, since mkdtemp's own can be read by nobody else.
-        made = Path(temporary, folder.name)
-        dataset.save_to_disk(str(made))
-        (made / ABOUT).write_text(said, encoding="utf-8")
-        if folder.exists():
-            folder.rmdir()
-        os.replace(made, folder)
+    with output_folder.written(folder) as temporary:
+        dataset.save_to_disk(str(temporary))
+        (temporary / ABOUT).write_text(said, encoding="utf-8")
 
 
 def _features() -> "datasets.Features":

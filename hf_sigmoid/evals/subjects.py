@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_sigmoid.conversions.embedded import checkpoint
-from hf_sigmoid.conversions.rope import Change, change_rope, check_rope
+from hf_sigmoid.embedded import checkpoint
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.loading import (
     check_weights,
@@ -22,6 +21,7 @@ from hf_sigmoid.loading import (
     twin,
 )
 from hf_sigmoid.parameters import HOLDER, attention_modules
+from hf_sigmoid.rope import Change, change_rope, check_rope
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,10 @@ float32 safetensors (538 MB) in the Hugging Face cache folder.
 """
 
 import importlib.util
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 from hf_sigmoid.loading import check_source
+from hf_sigmoid.output_folder import written
 
 NAME = "smollm2"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -51,23 +49,19 @@ def _dequantise(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
-        # Without dequantize=True the model would stay marked as quantised and refuse to be saved or
-        # trained.
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            gguf_file=FILE,
-            dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),
-        )
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        os.replace(temporary, folder)
+        with written(folder) as temporary:
+            tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
+            # Without dequantize=True the model would stay marked as quantised and refuse to be
+            # saved or trained.
+            model = AutoModelForCausalLM.from_pretrained(
+                source,
+                gguf_file=FILE,
+                dtype=torch.float32,
+                quantization_config=GgufConfig(dequantize=True),
+            )
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
     except OSError:
         if not folder.exists():  # unless another process was faster
             raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
