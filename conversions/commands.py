@@ -1,4 +1,4 @@
-"""What each command of `hf-sigmoid` does: its result as data, and the text that says it."""
+"""The verbs of `hf-sigmoid`: each gives its result as data, and the text that says it."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What a conversion costs: perplexity of a model on fixed windows of a text."""
+"""Perplexity of a model on fixed windows of a text."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a conversion costs: the same questions to a model before it and after it."""
+"""The same questions to a model before its conversion and after it."""
 
 from collections.abc import Sequence
 

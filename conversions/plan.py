@@ -1,4 +1,4 @@
-"""What a conversion will do, as data: made without touching the model, printed, saved, applied."""
+"""The plan of a conversion, as data: made without touching the model, printed, saved, applied."""
 
 import json
 import math

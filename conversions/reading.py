@@ -1,4 +1,4 @@
-"""How a model reads text and what it is asked about it, by its kind.
+"""Kinds of models: what each reads of a text, and what it is asked about it.
 
 causal     every token after those before it
 seq2seq    the decoder writes the text that the encoder reads: every token after those before it

@@ -1,4 +1,4 @@
-"""What a conversion spends, stage by stage."""
+"""Seconds and tokens of a conversion, stage by stage."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How a model gets its function: ssmax as the identity, verified; sigmoid fitted to its softmax."""
+"""The start of each function: ssmax as the identity, verified; sigmoid fitted to its softmax."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whether a converted model computes what the original did, in every way that it is run."""
+"""Comparison of a converted model with the original, in every way that it is run."""
 
 import inspect
 from collections.abc import Iterable

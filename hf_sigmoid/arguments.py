@@ -1,4 +1,4 @@
-"""What the two verbs accept. Everything else raises one ValueError, before any work.
+"""The arguments of the two verbs. What is wrong raises one ValueError, before any work.
 
 Letters as in `functional.py`: B batch, H query heads, G key/value heads, M queries, N keys.
 """

@@ -1,4 +1,4 @@
-"""What transformers calls for both names: from its arguments to those of the two verbs."""
+"""The function that transformers calls for both names: its arguments become those of the verbs."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What a command says when its input cannot be used."""
+"""Errors that a command says in one line."""
 
 
 class BadInput(ValueError):

@@ -1,6 +1,7 @@
-"""What PEFT, accelerate and continuous batching would do wrong in silence. Installed with them.
+"""Guards against what PEFT, accelerate and continuous batching would do wrong in silence.
 
-transformers may be half loaded at that moment, so what needs it is imported at the call.
+They are installed when these packages load. transformers may be half loaded at that moment, so
+what needs it is imported at the call.
 """
 
 import functools

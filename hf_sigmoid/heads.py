@@ -1,4 +1,4 @@
-"""Which features of which projection belong to which head, found by running an attention module.
+"""The features of a projection that belong to each head, found by running an attention module.
 
 Not read off names: projections are fused, grouped, latent or transposed, and in more than one
 order. A module is called once more as its model calls it, with a function of ours in the place of

@@ -1,4 +1,4 @@
-"""Where a row's number comes from: the `log_length` holder on each converted attention module.
+"""The `log_length` holder on each converted attention module, which gives a row its number.
 
     row_m = β_h + γ_h log n_m (+ w_h·q_m)        n_m = keys visible to query m
     row_m = β_h + γ_h max(0, log(n_m / L))        with an anchor L: β up to n = L

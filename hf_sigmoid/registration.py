@@ -1,4 +1,4 @@
-"""Where the two functions plug into transformers: their names, and a few wraps of its classes.
+"""Registration in transformers: the two names, and a few wraps of its classes.
 
 Importing this module registers, once transformers' model classes are loaded (`after_import.py`): it
 adds the names "sigmoid" and "ssmax" to transformers' tables of attention and mask functions and

@@ -1,4 +1,4 @@
-"""Which models can run: refused by name before anything changes, never softmax under our name."""
+"""Models that cannot run, refused by name before anything changes: never softmax under our name."""
 
 import difflib
 import functools

@@ -1,4 +1,4 @@
-"""What a launch would have compiled on a GPU that is not here, and what that costs.
+"""A launch compiled for a GPU that is not here, and what that code costs.
 
 The real launchers run on CPU tensors while a driver stands in that names a chip and launches
 nothing, so signatures, specialisation and tile sizes are those that a GPU of that kind would get.

@@ -1,4 +1,4 @@
-"""What the benchmark times: our verbs and their rivals, as calls of no arguments.
+"""Contenders of the benchmark: our verbs and their rivals, as calls of no arguments.
 
 Ours is compared with the float64 reference first, on a slice of the shape.
 """

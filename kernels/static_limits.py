@@ -1,4 +1,4 @@
-"""What the compiled kernels may cost: limits of each row, and what a baseline allows it to grow."""
+"""Limits of what the compiled kernels may cost, by row, and the growth that a baseline allows."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What the compilers make of every kernel, without a GPU: `python kernels/static_report.py`.
+"""The compilers' output for every kernel, without a GPU: `python kernels/static_report.py`.
 
 The real operator runs on CPU tensors, with a driver that names a chip and launches nothing
 (compiled.py). What was compiled is disassembled and counted; nothing is timed. Causal, windowed,

@@ -1,4 +1,4 @@
-"""What is distilled: a sigmoid (or ssmax) student beside the softmax model that it came from.
+"""A sigmoid (or ssmax) student beside the softmax model that it came from, and its losses.
 
     layer-wise    ‖ student_l(x) − softmax_l(x) ‖² / ‖ softmax_l(x) ‖²   of every attention module's
                   output, x what the module gets in the softmax model; mean over rows

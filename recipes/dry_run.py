@@ -1,4 +1,4 @@
-"""What a run would do, and one step of it on the model's first two layers, without its weights."""
+"""The plan of a run, and one step of it on the model's first two layers, without its weights."""
 
 import copy
 import time

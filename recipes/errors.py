@@ -1,4 +1,4 @@
-"""What a recipe says when its input cannot be used, or when a run cannot go on."""
+"""The one line that a recipe ends with when its input cannot be used, or a run cannot go on."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What a finished run leaves: a folder that `from_pretrained` loads, with a card that says how."""
+"""The folder that a finished run leaves: `from_pretrained` loads it, and a card says how."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What converting SmolLM2-135M to ssmax and to sigmoid costs, and heals: `make heal`.
+"""The cost of converting SmolLM2-135M to ssmax and to sigmoid, and its healing: `make heal`.
 
 Convert; distil the row numbers, gains and temperatures layer by layer, no projection trained; let
 all weights follow the softmax model; measure each on two held-out sources, and look for needles.

@@ -1,4 +1,4 @@
-"""What training and distillation have in common around their steps."""
+"""The loop around the steps of training and of distillation."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""Which parameter gets which learning rate and decay, by which optimiser, and how rates move."""
+"""Learning rates and decay of each parameter, the optimiser, and the schedule of the rates."""
 
 import math
 from collections.abc import Iterable

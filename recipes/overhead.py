@@ -1,4 +1,4 @@
-"""What continue_pretrain.py costs beside a bare loop of transformers, on the same batches.
+"""The cost of continue_pretrain.py beside a bare loop of transformers, on the same batches.
 
     python recipes/overhead.py --model smollm2
 

@@ -1,4 +1,4 @@
-"""How the processes of a run divide weights, heads and rows.
+"""The processes of a run: how they divide weights, heads and rows.
 
 `accelerate launch` says it (its YAML files: recipes/accelerate/). Data parallel is torch's DDP; the
 weights are sharded (FSDP2) and heads split (tensor parallel) by transformers' own plans while the

@@ -1,4 +1,4 @@
-"""Whether a folder holds an earlier part of this very run."""
+"""The earlier part of a run in its folder: found, and checked to be of this very run."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How fast a step was, and how much of the hardware it used."""
+"""The speed of a step, and the part of the hardware that it used."""
 
 import sys
 from typing import Any

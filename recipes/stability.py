@@ -1,4 +1,4 @@
-"""Which learning rates a tiny model survives, with and without control of its attention logits.
+"""Learning rates that a tiny model survives, with and without control of its attention logits.
 
     python recipes/stability.py                    the default sweep, and its table and picture
     python recipes/stability.py --optimizer muon --attn sdpa

@@ -1,4 +1,4 @@
-"""Which parameters train: all, those of attention, the row numbers alone, or adapters."""
+"""The parameters that train: all, those of attention, the row numbers alone, or adapters."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -778,8 +778,8 @@ def test_a_folder_of_others_files_is_refused_before_any_work(
     (tmp_path / "deep").mkdir()
     (tmp_path / name).write_text(held)
     before = everything(tmp_path)
-    for work in ("haystack", "merged", "evaluate"):
-        monkeypatch.setattr(commands, work, lambda *given: pytest.fail("worked"))
+    for work in ("plan.haystack", "merging.merged", "run.evaluate"):
+        monkeypatch.setattr(f"hf_sigmoid.evals.{work}", lambda *given: pytest.fail("worked"))
     for argv in (arguments(tmp_path, tiny), ["report", str(whole[1]), "--out", str(tmp_path)]):
         with pytest.raises(BadInput, match=words):
             commands.main(argv)

@@ -1,4 +1,4 @@
-"""Imports go one way: kernels and core ← evals ← conversions ← recipes, read off every module's syntax."""
+"""Imports go one way, kernels and core ← evals ← conversions ← recipes, in every module."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whether a model gives one answer by every way that a run takes, before any score is believed.
+"""Checks that a model gives one answer by every way that a run takes, before a score is believed.
 
 On one sample, probabilities p [answer, vocabulary] of the answer behind its prompt
 

@@ -1,4 +1,4 @@
-"""Which samples an evaluation asks, in which order, and which of them a model reads together."""
+"""The samples of an evaluation, in their order, and those that a model reads together."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Where the metric `needle_score` lies, for `evaluate.load`."""
+"""The place of the metric `needle_score`, for `evaluate.load`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How much attention the words of an answer pay to the needle, by layer and head.
+"""Attention of an answer's words to the needle, by layer and head.
 
 Of the rows that predict the answer's tokens (the prompt's last id, and the answer's but its last),
 with weights w_n of one head, and the keys S of the needles that the answer follows from:

@@ -1,4 +1,4 @@
-"""What the pictures of an evaluation show: panels of coloured cells, and curves.
+"""Panels of an evaluation's pictures: coloured cells, and curves.
 
 `plots.py` draws them as PNG files, `html.py` and `svg.py` on a page.
 """

@@ -1,4 +1,4 @@
-"""What each model is asked: prompts of its own tokenizer, checked before any model is run."""
+"""The prompts of each model, by its own tokenizer, checked before any model is run."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a model makes of some samples of one length: right or wrong, how surely, and at what cost.
+"""Scores of some samples of one length: right or wrong, how surely, and at what cost.
 
     teacher    the answer is read behind the prompt: right if each of its tokens is the most
                likely one, which is what greedy decoding would write; `logprob` is the mean over

@@ -1,4 +1,4 @@
-"""What an evaluation is asked to do, from the command line's words, and the presets."""
+"""The settings of an evaluation, from the command line's words, and the presets."""
 
 import argparse
 import hashlib

@@ -1,4 +1,4 @@
-"""What tasks there are, by the strings that name them, and which of RULER's they are.
+"""The tasks, by the strings that name them, and RULER's names of them.
 
     spec            RULER's task      RULER's settings
     passkey         niah_single_1     haystack repeat, key words, value numbers

@@ -1,4 +1,4 @@
-"""What the forward and both backward kernels share: addresses, visible ranges, logits and σ.
+"""Parts that the forward and both backward kernels share: addresses, visible ranges, logits and σ.
 
     z_mn = τ q_m·k_n;  softcap·tanh(z/softcap);  − slope |m + N − M − n|;  + logit_bias
 
