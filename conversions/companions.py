@@ -35,10 +35,14 @@ def copy_companions(source: str | Path, folder: Path) -> None:
     origin = _folder_of(source)
     wanted = [file for file in origin.iterdir() if file.is_file() and _goes_with(file)]
     for name in (TEMPLATES, *_modules(origin)):
-        inside = (origin / name).rglob("*") if name else ()
+        # A module's weights go with it whatever their format: they are copied, not loaded.
         wanted += [
-            file for file in inside if file.is_file() and file.suffix in (*SUFFIXES, ".safetensors")
+            file
+            for file in (origin / name).rglob("*")
+            if file.is_file() and file.suffix != ".py" and file.name[0] != "."
         ]
+        if (origin / name).is_dir():
+            (folder / name).mkdir(parents=True, exist_ok=True)
     for file in wanted:
         target = folder / file.relative_to(origin)
         if not target.exists():
@@ -70,6 +74,6 @@ def _folder_of(source: str | Path) -> Path:
         return Path(source)
     patterns = [f"*{suffix}" for suffix in SUFFIXES] + [f"{name}*" for name in LICENCES]
     try:
-        return Path(snapshot_download(str(source), allow_patterns=[*patterns, "*_*/*.safetensors"]))
+        return Path(snapshot_download(str(source), allow_patterns=[*patterns, "*_*/*"]))
     except Exception:  # no network: what was fetched for the model is in the cache
         return Path(cached_file(str(source), CONFIG_NAME)).parent

@@ -216,12 +216,13 @@ def _simplest(visible, is_causal, M, N):
 def _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout):
     """softmax_n((c_m q_m)·k_n): any softmax kernel is ssmax on scaled queries.
 
-    c q is rounded to query's dtype by a kernel of that dtype: in 16 bits only if c is 1.
+    c q, and the gradient of c, are rounded to query's dtype by a kernel of that dtype: in 16 bits
+    only if c is 1 and has no gradient.
     """
     B, H, M, _ = query.shape
     G, N = key.shape[1:3]
     dtype = query.dtype
-    if dtype != row.dtype and not _is_one(row):
+    if dtype != row.dtype and not _is_constant_one(row):
         query, key, value = (tensor.to(row.dtype) for tensor in (query, key, value))
     query = (query * row.unsqueeze(-1)).to(query.dtype)
     # As transformers does, so that a multiplier of 1 gives its softmax to the last bit.
@@ -252,9 +253,13 @@ def _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout
     return output.masked_fill(empty, 0.0).to(dtype)
 
 
-def _is_one(row: Tensor) -> bool:
-    """Is it known to be 1 everywhere? Values are not looked at in a graph."""
-    if torch.compiler.is_compiling() or row.is_meta:
+def _is_constant_one(row: Tensor) -> bool:
+    """Is it known to be 1 everywhere, and to stay so? Values are not looked at in a graph."""
+    if (
+        torch.compiler.is_compiling()
+        or row.is_meta
+        or (row.requires_grad and torch.is_grad_enabled())
+    ):
         return False
     return bool((row == 1).all())
 

@@ -88,7 +88,8 @@ def interval_mask(
     if (
         everything
         and allow_is_bidirectional_skip
-        and (local_size is None or kv_length < local_size)
+        # A length that may vary is not compared: it would be bounded from then on.
+        and (local_size is None or (not torch.compiler.is_compiling() and kv_length < local_size))
         # A decoder made bidirectional by its config: its modules still say that they are causal.
         and getattr(config, "is_causal", None) is not False
     ):

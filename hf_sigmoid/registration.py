@@ -235,8 +235,10 @@ def _wrap_finalize(original):
                     f"{source}: the checkpoint {problem}: {shown}. The section hf_sigmoid of "
                     f"config.json is {said}; expected the two as one command wrote them"
                 )
+        written = support.saved_functions(load_config)
+        support.check_config_is_the_checkpoints(model, source, written)
         support.remember_source(model, str(source))
-        if support.runs_unconverted_sigmoid(model):
+        if support.runs_unconverted_sigmoid(model, written):
             support.warn_of_softmax_weights(model)
         for _, module in parameters.holders(model):
             section = module.config.hf_sigmoid

@@ -2,16 +2,19 @@
 
 import difflib
 import functools
+import json
 import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_sigmoid.layer_types import unmarked
 from hf_sigmoid.parameters import (
     FUNCTIONS,
     HOLDER,
@@ -254,19 +257,71 @@ def remember_source(model: "PreTrainedModel", source: str | None) -> None:
         part.__dict__[SOURCE] = source
 
 
-def runs_unconverted_sigmoid(model: "PreTrainedModel") -> bool:
-    """Does a part run sigmoid that no config.json said, on weights that were loaded?"""
+def saved_functions(load_config) -> dict[str, set[str | None]] | None:
+    """The functions that each type of model was saved with; None if config.json cannot be read.
+
+    Of the file, since a config may be handed in that is not the checkpoint's.
+    """
+    from transformers.utils import CONFIG_NAME
+    from transformers.utils.hub import cached_file
+
+    source = load_config.pretrained_model_name_or_path
+    options = dict(load_config.download_kwargs or {})
+    known = ("cache_dir", "revision", "subfolder", "token")
+    options = {name: options[name] for name in known if options.get(name) is not None}
+    file = source and cached_file(
+        str(source), CONFIG_NAME, local_files_only=True, **options,
+        _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    if not file:
+        return None
+    found: dict[str, set[str | None]] = {}
+    pending = [unmarked(json.loads(Path(file).read_text(encoding="utf-8")))]
+    while pending:
+        each = pending.pop()
+        section = each.get("hf_sigmoid")
+        function = section.get("function") if isinstance(section, dict) else None
+        found.setdefault(str(each.get("model_type")), set()).add(function)
+        pending += [value for value in each.values() if isinstance(value, dict)]
+    return found
+
+
+def check_config_is_the_checkpoints(
+    model: "PreTrainedModel", source: str, written: dict[str, set[str | None]] | None
+) -> None:
+    """Raise ValueError if a converted checkpoint was loaded with a config that says softmax."""
+    for config in configs(model):
+        functions = (written or {}).get(config.model_type, {None})
+        if None not in functions and not getattr(config, "hf_sigmoid", None):
+            raise ValueError(
+                f"{source} was converted to {' and '.join(sorted(functions))}, and the config that "
+                "was given for it says nothing of that: leave `config` out, or take the "
+                "checkpoint's own"
+            )
+
+
+def runs_unconverted_sigmoid(
+    model: "PreTrainedModel", written: dict[str, set[str | None]] | None = None
+) -> bool:
+    """Does a part run sigmoid, on weights that were loaded and not saved with it?
+
+    Args:
+        written: `saved_functions` of where they were loaded from; None: asked of the sections.
+    """
     from hf_sigmoid.configuration import Section
 
-    sections = (
-        getattr(config, "hf_sigmoid", None)
-        for config in configs(model)
-        if config._attn_implementation == "sigmoid"
-    )
-    loaded = model.__dict__.get(SOURCE) is not None
-    return loaded and any(
-        isinstance(section, Section) and section["function"] == "sigmoid" for section in sections
-    )
+    if model.__dict__.get(SOURCE) is None:
+        return False
+    for config in configs(model):
+        section = getattr(config, "hf_sigmoid", None)
+        runs = config._attn_implementation == "sigmoid" and section
+        if runs and section["function"] == "sigmoid":
+            if written is None and isinstance(section, Section):
+                return True  # this process made it
+            if written is not None and "sigmoid" not in written.get(config.model_type, ()):
+                return True
+    return False
 
 
 def warn_of_softmax_weights(model: "PreTrainedModel") -> None:

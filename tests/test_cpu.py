@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from hf_sigmoid import cpu, functional
+from hf_sigmoid import cpu, functional, reference
 
 
 @given(problem=oracles.problems())
@@ -38,6 +38,26 @@ def test_reference_in_the_inputs_dtype_is_right(problem):
 def test_ssmax_in_16_bits_does_not_round_its_logits(dtype, mask):
     for problem in oracles.sharp(dtype, mask):
         oracles.check(problem, "torch")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal", "dense"])
+def test_the_gradient_of_a_multiplier_of_1_is_as_exact_as_any(dtype, mask):
+    """Where ssmax begins to learn; a kernel on c·q alone would round it."""
+    generator = torch.Generator().manual_seed(4)
+    problem = oracles.make(
+        "ssmax", dtype, 2, 2, 2, 48, 48, 32, 32, mask, set(), "full", generator, 4.0
+    )
+    problem.tensors["multiplier"] = torch.ones_like(problem.tensors["multiplier"])
+    exact, own, given = (
+        problem.solve(call, kind)["dmultiplier"]
+        for call, kind in (
+            (reference.ssmax_attention, torch.float64),
+            (reference.ssmax_attention, dtype),
+            (functional.ssmax_attention, dtype),
+        )
+    )
+    assert (given - exact).norm() <= 2 * (own - exact).norm() + 1e-4 * exact.norm()
 
 
 @pytest.mark.parametrize("function", ["sigmoid", "ssmax"])

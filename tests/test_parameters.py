@@ -284,6 +284,24 @@ def test_another_function_than_the_checkpoints_warns(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_config_that_is_not_the_checkpoints_own_is_noticed(tmp_path):
+    tiny_models.build("llama").save_pretrained(tmp_path / "softmax")
+    softmax = AutoConfig.from_pretrained(tmp_path / "softmax")
+    for function in FUNCTIONS:
+        model = tiny_models.build("llama")
+        hf_sigmoid.configure(model, function, offset=-2.0)  # a constant: no tensor tells of it
+        model.save_pretrained(tmp_path / function)
+        with pytest.raises(ValueError, match=f"was converted to {function}, and the config"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / function, config=softmax)
+        with warnings.catch_warnings():  # its own, from this process or read anew
+            warnings.simplefilter("error")
+            for own in (model.config, AutoConfig.from_pretrained(tmp_path / function)):
+                AutoModelForCausalLM.from_pretrained(tmp_path / function, config=own)
+    sigmoid = AutoConfig.from_pretrained(tmp_path / "sigmoid")
+    with pytest.warns(UserWarning, match="noise under it. Convert it first"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "softmax", config=sigmoid)
+
+
 @pytest.mark.parametrize(("given", "near"), [("sigmiod", "sigmoid"), ("SSMax", "ssmax")])
 def test_a_mistyped_function_is_told_the_nearest_and_all(given, near):
     for run in (
