@@ -312,14 +312,6 @@ def revert_checkpoint(
     return exact
 
 
-def _say_dtype_of(base: str, folder: Path) -> None:
-    """A base of mixed dtypes was held in the widest; the config goes on naming its own."""
-    ours, dtype = AutoConfig.from_pretrained(folder), AutoConfig.from_pretrained(base).dtype
-    if dtype is not None and ours.dtype != dtype:
-        ours.dtype = dtype
-        ours.save_pretrained(folder)
-
-
 def merge_adapter(adapter: str | Path, base: str | Path, target: str | Path) -> None:
     """Write base and PEFT adapter as one checkpoint, trained row numbers included.
 
@@ -340,7 +332,6 @@ def merge_adapter(adapter: str | Path, base: str | Path, target: str | Path) -> 
     model = merge(model)
     with written(target) as folder:
         save(model, folder, base, cast=True)
-        _say_dtype_of(base, folder)
         tokenizer.save_pretrained(folder)
         copy_companions(base, folder)
         for name in (REPORT, folding.FILE):  # what `revert` needs of a converted base

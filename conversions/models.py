@@ -25,6 +25,7 @@ from hf_sigmoid import checkpoint_files, parameters
 # Where a config without `architectures` looks its class up, in this order.
 MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "")
 LARGEST_SHARD_BYTES = 5 * 10**9  # of an offloaded model: each shard is written from memory
+UNUSED = "_hf_sigmoid_unused"  # of a model: names of weights in its files that it has no place for
 ROOM_TO_RUN = 1.5  # times a model's weights
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps that name no device
 
@@ -100,6 +101,10 @@ def load(
             f"{path} lacks {len(missing)} weights of {type(model).__name__}, which would be random "
             f"numbers: {', '.join(missing[:3])}"
         )
+    # Neither written by transformers nor asked for by it: `save` carries them over.
+    model.__dict__[UNUSED] = [
+        name for name in info["unexpected_keys"] if f".{parameters.HOLDER}." not in name
+    ] + sorted(getattr(model, "all_tied_weights_keys", None) or {})
     return model.eval()
 
 
@@ -146,7 +151,9 @@ def save(model: PreTrainedModel, folder: Path, source: str, **known) -> None:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
     options = {"max_shard_size": min(limits)} if limits else {}
     model.save_pretrained(folder, state_dict=tensors, **options)
-    checkpoint_files.give_back(folder, source, **known)
+    written = checkpoint_files.weights_of(folder)
+    unused = [name for name in model.__dict__.get(UNUSED, ()) if name not in written]
+    checkpoint_files.give_back(folder, source, unused=unused, **known)
 
 
 def loading_class(model: PreTrainedModel) -> str:

@@ -7,14 +7,14 @@ routers or heads in a bfloat16 model). What a command leaves alone is written as
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from hf_sigmoid.layer_types import HOLDER
@@ -77,18 +77,26 @@ def files_sha256(source: str | Path) -> str:
 
 
 def give_back(
-    folder: Path, source: str | Path, *, cast: bool = False, **known: dict[str, Tensor]
+    folder: Path,
+    source: str | Path,
+    *,
+    cast: bool = False,
+    originals: dict[str, Tensor] | None = None,
+    unused: Sequence[str] = (),
 ) -> None:
     """Write every weight of `folder` that a command left alone as it lies in its source's files.
 
-    A weight was left alone if it is the source's, in the dtype that it was held in meanwhile.
+    A weight was left alone if it is the source's, in the dtype that it was held in meanwhile. Where
+    all have the source's dtypes in the end, config.json goes on naming the source's.
 
     Args:
         cast: also give those that changed the dtype of the source's.
-        known: `originals`, by name, of weights that the source itself holds changed.
+        originals: by name, of weights that the source itself holds changed.
+        unused: names of weights of the source that the model has no place for.
     """
-    originals = known.get("originals", {})
+    originals = originals or {}
     places = weights_of(source)
+    _carry_over(folder, [name for name in unused if name in places], places)
     total = 0
     for file in weight_files(folder):
         written, changed = load_file(file), False
@@ -110,6 +118,48 @@ def give_back(
         content = json.loads(index.read_text(encoding="utf-8"))
         content.setdefault("metadata", {})["total_size"] = total
         index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    if len(dtypes_of(source)) > 1 and dtypes_of(folder) <= dtypes_of(source):
+        _keep_dtype_names(folder, source)
+
+
+def _carry_over(folder: Path, names: list[str], places: dict[str, tuple[Path, str]]) -> None:
+    """Add weights to the last of a folder's files, as they lie in theirs."""
+    files = weight_files(folder)
+    if not names or not files:
+        return
+    tensors = load_file(files[-1])
+    tensors |= {name: _tensor(places[name][0], name) for name in names}
+    _replace(files[-1], tensors)
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        content = json.loads(index.read_text(encoding="utf-8"))
+        content["weight_map"] |= dict.fromkeys(names, files[-1].name)
+        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _keep_dtype_names(folder: Path, source: str | Path) -> None:
+    """The dtypes that a source's config names, also of parts, in the folder's; none if it has none.
+
+    The model may have been held in the widest of several.
+    """
+    file = folder / CONFIG_NAME
+    origin = cached_file(str(source), CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    if not file.is_file() or origin is None:
+        return
+    config = json.loads(file.read_text(encoding="utf-8"))
+    pending = [(config, json.loads(Path(origin).read_text(encoding="utf-8")))]
+    while pending:
+        ours, theirs = pending.pop()
+        ours.pop("dtype", None)
+        name = theirs.get("dtype", theirs.get("torch_dtype"))
+        ours |= {"dtype": name} if name is not None else {}
+        pending += [
+            (value, theirs[key])
+            for key, value in ours.items()
+            if isinstance(value, dict) and isinstance(theirs.get(key), dict)
+        ]
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _tensors(source: str | Path) -> Iterator[tuple[str, Tensor]]:

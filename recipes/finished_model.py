@@ -46,7 +46,8 @@ def _fill(training: Any, folder: Path) -> None:
         checkpointing.save_whole(folder, model, main=training.main)
     if not training.main:
         return
-    give_back(folder, source)  # what was frozen
+    # What was frozen; merged weights in the source's dtype, as `hf-sigmoid merge` has them.
+    give_back(folder, source, cast=probe is not None)
     if probe is not None:
         try:
             probe.check(folder)

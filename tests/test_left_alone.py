@@ -24,6 +24,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    MixtralConfig,
 )
 
 import continue_pretrain  # isort: skip
@@ -112,6 +113,63 @@ def test_a_checkpoint_of_mixed_dtypes_is_converted_and_reverted_bit_for_bit(
         assert total == sum(t.nbytes for t in tensors_of(tmp_path / "out").values())
 
 
+def dtype_of(folder: Path) -> str | None:
+    return json.loads((folder / "config.json").read_text()).get("dtype")
+
+
+@pytest.mark.parametrize("named", ["bfloat16", None])
+def test_a_model_whose_weights_are_fused_keeps_its_dtypes_too(tmp_path, named):
+    """transformers calls the experts' weights otherwise; the router's are float32."""
+    source = tmp_path / "moe"
+    tokenizer = tiny_models.byte_tokenizer()
+    tokenizer.save_pretrained(source)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = MixtralConfig(
+        vocab_size=len(tokenizer), num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, max_position_embeddings=128, **sizes,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(source)
+    file = source / "model.safetensors"
+    came = {k: v if "gate." in k else v.bfloat16() for k, v in load_file(file).items()}
+    assert len({tensor.dtype for tensor in came.values()}) == 2
+    save_file(came, file, {"format": "pt"})
+    content = json.loads((source / "config.json").read_text())
+    content.pop("dtype", None)
+    (source / "config.json").write_text(
+        json.dumps({**content, **({"dtype": named} if named else {})})
+    )
+    convert(source, tmp_path / "out", "ssmax", **SMALL)
+    assert revert_checkpoint(tmp_path / "out", tmp_path / "back")
+    for name in ("out", "back"):
+        assert_as_they_came(tmp_path / name, came)
+        assert dtype_of(tmp_path / name) == named
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["one_file", "shards"])
+def test_weights_that_the_model_has_no_place_for_are_kept(tmp_path, shards):
+    source = llama(tmp_path / "base", tie_word_embeddings=True)
+    if shards:
+        model = AutoModelForCausalLM.from_pretrained(source)
+        (source / "model.safetensors").unlink()
+        model.save_pretrained(source, max_shard_size="20KB")
+    file = sorted(source.glob("model*.safetensors"))[0]
+    more = {"value_head.weight": torch.randn(3, 4).half(), "some.buffer": torch.arange(5)}
+    more["lm_head.weight"] = tensors_of(source)["model.embed_tokens.weight"].clone()
+    save_file({**load_file(file), **more}, file, {"format": "pt"})
+    index = source / "model.safetensors.index.json"
+    if shards:
+        content = json.loads(index.read_text())
+        content["weight_map"] |= dict.fromkeys(more, file.name)
+        index.write_text(json.dumps(content))
+    came = tensors_of(source)
+    convert(source, tmp_path / "out", "ssmax", **SMALL)
+    assert revert_checkpoint(tmp_path / "out", tmp_path / "back")
+    for name in ("out", "back"):
+        assert_as_they_came(tmp_path / name, came)
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name)
+    assert files_sha256(tmp_path / "back") == files_sha256(source)
+
+
 def test_a_float32_tensor_that_was_trained_less_than_bfloat16_sees_is_noticed(mixed, tmp_path):
     source, _ = mixed
     convert(source, tmp_path / "out", "ssmax", **SMALL)
@@ -132,6 +190,7 @@ def test_an_adapter_changes_only_what_it_adapts(mixed, tmp_path):
     adapted(model, config).save_pretrained(tmp_path / "adapter")
     merge_adapter(tmp_path / "adapter", tmp_path / "out", tmp_path / "merged")
     assert_as_they_came(tmp_path / "merged", came, but=("q_proj", "lm_head"))
+    assert dtype_of(tmp_path / "merged") == "bfloat16"
     found = tensors_of(tmp_path / "merged")
     for name in ("model.layers.0.self_attn.q_proj.weight", "lm_head.weight"):
         assert found[name].dtype == came[name].dtype and not torch.equal(found[name], came[name])
@@ -144,6 +203,7 @@ def test_a_final_model_has_what_was_frozen_as_it_came(mixed, tmp_path, corpus_fi
     given = arguments(str(tmp_path / "out"), corpus_file, tmp_path / "run", **keys)
     final = continue_pretrain.main(given)
     assert_as_they_came(final, came)
+    assert dtype_of(final) == "bfloat16"
     assert revert_checkpoint(final, tmp_path / "back")
     assert_as_they_came(tmp_path / "back", came)
 
