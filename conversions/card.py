@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import re
 from pathlib import Path
 
 from huggingface_hub import ModelCardData, hf_hub_download, metadata_load
@@ -93,9 +94,13 @@ def install_command() -> str:
     """What installs this release: from its repository, while no package index has it."""
     try:
         urls = importlib.metadata.metadata("hf-sigmoid").get_all("Project-URL") or []
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-        return PLAIN_INSTALL
+    except importlib.metadata.PackageNotFoundError:
+        urls = []
     repository = dict(url.split(", ", 1) for url in urls).get("Repository")
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    if repository is None and project.is_file():  # a checkout that is not installed
+        found = re.search(r'^Repository = "(.+?)"', project.read_text(encoding="utf-8"), re.M)
+        repository = found and found[1]
     return f'pip install "hf-sigmoid @ git+{repository}"' if repository else PLAIN_INSTALL
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hf_sigmoid.checkpoint_files import dtypes_of
 from hf_sigmoid.conversions.models import load, widest
 from hf_sigmoid.conversions.reading import feed, outputs
+from hf_sigmoid.loading import check_source
 
 if TYPE_CHECKING:  # an extra's package, which only adapters need
     from peft import PeftModel
@@ -29,10 +30,9 @@ def with_adapter(base: str, adapter: str | Path) -> "PeftModel":
     """
     from peft import PeftModel
 
+    check_source(str(adapter), what="adapter")
     found = dtypes_of(base)
     model = load(base, dtype=widest(found) if found else None)
-    if Path(adapter).is_dir() and not (Path(adapter) / "adapter_config.json").is_file():
-        raise ValueError(f"expected the folder of a PEFT adapter, got {adapter}: a model?")
     try:
         return PeftModel.from_pretrained(model, str(adapter)).eval()
     except RuntimeError as error:

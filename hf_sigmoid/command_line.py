@@ -6,29 +6,31 @@ import sys
 from collections.abc import Sequence
 
 import hf_sigmoid
+from hf_sigmoid.interrupts import STATUS, while_loading
+from hf_sigmoid.terminal import show_anything
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run it, print the result; an error is one line and exit status 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    show_anything()
     if arguments[:1] == ["eval"]:
         from hf_sigmoid.evals.commands import run
 
         return run(arguments[1:])
     options = _parser().parse_args(arguments)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # else a name may end a finished command
-            stream.reconfigure(errors="backslashreplace")
+    stopped = f"hf-sigmoid {options.command}: stopped, nothing was written"
     try:
-        from hf_sigmoid.conversions import commands
+        with while_loading(stopped):
+            from hf_sigmoid.conversions import commands
 
         result, sentence = getattr(commands, options.command)(options)
     except (ValueError, OSError, ImportError) as error:
         print(f"hf-sigmoid: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\nhf-sigmoid {options.command}: stopped, nothing was written", file=sys.stderr)
-        return 130
+        print(f"\n{stopped}", file=sys.stderr)
+        return STATUS
     print(json.dumps(result, indent=2) if options.json else sentence)
     return 0
 

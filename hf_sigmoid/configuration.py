@@ -8,6 +8,7 @@
 and "anchor": L if the row number starts to grow at L keys only.
 """
 
+import difflib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,11 @@ def configure(
             not exist, a composite model, a model without transformers' attention interface.
     """
     if function not in (*FUNCTIONS, "softmax"):
-        raise ValueError(f"function must be 'sigmoid', 'ssmax' or 'softmax', got {function!r}")
+        near = difflib.get_close_matches(str(function).lower(), (*FUNCTIONS, "softmax"), n=1)
+        raise ValueError(
+            f"function must be 'sigmoid', 'ssmax' or 'softmax', got {function!r}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
     config = (
         model_or_config if isinstance(model_or_config, PreTrainedConfig) else model_or_config.config
     )

@@ -17,19 +17,23 @@ from hf_sigmoid.errors import BadInput
 ADAPTER = "adapter_config.json"
 
 
-def check_source(name: str, names: tuple[str, ...] = ()) -> None:
+def check_source(name: str, names: tuple[str, ...] = (), *, what: str = "model") -> None:
     """Refuse what can be neither a checkpoint's folder nor a hub id, and say what it is instead.
 
     Args:
         name: as it was given.
         names: words that mean a checkpoint, offered where one is nearly spelt.
+        what: the name is of, "model" or "adapter".
 
     Raises:
         BadInput: a folder that is not there, a file, or the folder of an adapter.
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
+        is_adapter = (path / ADAPTER).is_file()
+        if what == "adapter" and not is_adapter:
+            raise BadInput(f"adapter {name}: expected the folder of a PEFT adapter, got another")
+        if what == "model" and is_adapter and not (path / "config.json").is_file():
             base = json.loads((path / ADAPTER).read_text(encoding="utf-8"))
             base = base.get("base_model_name_or_path") or "BASE"
             raise BadInput(
@@ -38,14 +42,14 @@ def check_source(name: str, names: tuple[str, ...] = ()) -> None:
             )
         return
     if path.exists():
-        raise BadInput(f"model {name} is a file, expected a checkpoint's folder or a hub id")
+        raise BadInput(f"{what} {name} is a file, expected a folder or a hub id")
     near = next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.75)), None)
     near = near or _nearest_folder(path)
     hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and name[0] not in ".~"
     # Of what has a folder's name here as its first part a folder is meant.
     if near or not hub_id or ("/" in name and Path(path.parts[0]).is_dir()):
         raise BadInput(
-            f"model {name}: there is no such folder" + (f"; did you mean {near}?" if near else "")
+            f"{what} {name}: there is no such folder" + (f"; did you mean {near}?" if near else "")
         )
 
 

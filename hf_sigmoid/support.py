@@ -75,9 +75,11 @@ def check_name(cls: "type[PreTrainedModel]", request: str | None) -> None:
     if request is None or not isinstance(request, str) or request in known or "/" in request:
         return
     near = difflib.get_close_matches(request.lower(), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    if request.lower() == "softmax":
+        hint = "; softmax is 'sdpa' or 'eager' here."
     raise ValueError(
-        f"attn_implementation={request!r} is no attention function"
-        + (f"; did you mean {near[0]!r}?" if near else "")
+        f"attn_implementation={request!r} is no attention function{hint}"
         + f" {cls.__name__} can be given {', '.join(_servable(cls, known))}"
     )
 

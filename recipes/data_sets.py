@@ -5,6 +5,7 @@ it.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -20,7 +21,7 @@ from arrow_rows import Rows, Shards, first_line
 from errors import BadInput
 
 from hf_sigmoid.text import formats
-from hf_sigmoid.text.documents import REPLACE, Reading, check_parquet, documents
+from hf_sigmoid.text.documents import REFUSE, REPLACE, Reading, check_parquet, documents
 
 _COLUMNS = ".parquet"
 _PARSED = 1  # the next number where `documents` reads another text of a file: what is cached is old
@@ -135,6 +136,8 @@ def named(
             f"{key}: expected Parquet or JSON in {name}, got .txt files; a folder of texts is "
             f"given as {prefix}path"
         )
+    if not streaming:  # a stream is not read twice
+        _refuse_bad_json(files, reading)
     with _named_line(files, reading):
         loaded = _load(
             reading, name, name, subset, split=split, revision=revision, streaming=streaming
@@ -215,6 +218,21 @@ def _saved(folder: Path, split: str, reading: Reading) -> Any:
         raise BadInput(f"{reading.prefix}split: {folder} has no split {split!r}; its splits are "
                        f"{_list(loaded)}")  # fmt: skip
     return loaded[split]
+
+
+def _refuse_bad_json(files: list[Path], reading: Reading) -> None:
+    """Half surrogate pairs in JSON, which datasets drops without a word."""
+    strict = dataclasses.replace(reading, bad_text=REFUSE, null_is_blank=True, prefix=None)
+    for file in files:
+        if file.is_file() and formats.format_of(file) in (text_files.LINES, ".json"):
+            try:
+                for _ in documents(file, strict):
+                    pass
+            except BadInput as error:
+                if "surrogate" in str(error):
+                    raise BadInput(
+                        f"{error}; expected its files as {reading.prefix}path, which mends bad text"
+                    ) from None
 
 
 @contextlib.contextmanager

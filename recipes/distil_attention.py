@@ -48,7 +48,7 @@ from hf_sigmoid.conversions.models import model_class
 from hf_sigmoid.conversions.plan import Plan
 from hf_sigmoid.conversions.report import markdown
 from hf_sigmoid.conversions.revert import REPORT, check_untrained, hashed
-from hf_sigmoid.loading import load_model
+from hf_sigmoid.loading import check_source, load_model
 from hf_sigmoid.rope import RECORD as ROPE
 
 TRAINED = "trained.safetensors"
@@ -78,6 +78,7 @@ class Run(Loop):
 
     def start(self) -> Path | None:
         run = self.run
+        check_source(run.model)
         self._begin()
         self._tokenize(run.model)
         self._find_checkpoint()

@@ -1,6 +1,5 @@
 """The one line that a recipe ends with when its input cannot be used, or a run cannot go on."""
 
-import contextlib
 import os
 import shlex
 import subprocess
@@ -8,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 
-import stop_signal  # noqa: F401 (what Ctrl-C says)
+import stop_signal
 
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.terminal import show_anything
 
 
 def run(main: Callable[[], object]) -> None:
@@ -19,9 +19,8 @@ def run(main: Callable[[], object]) -> None:
     Status 2 for bad input, 1 for a run that diverged or a command of it that failed. Ctrl-C:
     stop_signal.py.
     """
-    with contextlib.suppress(AttributeError):
-        # A name that a terminal cannot show ends no run.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    show_anything()
+    stop_signal.loaded()
     try:
         main()
     except BadInput as error:

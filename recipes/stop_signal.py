@@ -9,9 +9,11 @@ import multiprocessing
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
-STATUS = 130  # what shells expect of a command that SIGINT has ended
+from hf_sigmoid.interrupts import STATUS, while_loading
+
 GO_ON = "interrupted: the same command goes on from what is kept"
 
 
@@ -80,5 +82,13 @@ def _unraisable(found: Any) -> None:
     _previous_unraisable(found)
 
 
+def loaded() -> None:
+    """A script has imported what it needs: from here on Ctrl-C is a KeyboardInterrupt again."""
+    _loading.close()
+
+
+_loading = contextlib.ExitStack()
+if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parent:  # a script, no import
+    _loading.enter_context(while_loading(GO_ON))
 _previous_hook, _previous_unraisable = sys.excepthook, sys.unraisablehook
 sys.excepthook, sys.unraisablehook = _uncaught, _unraisable

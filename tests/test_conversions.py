@@ -594,7 +594,7 @@ def test_a_command_that_cannot_do_what_it_is_asked_says_so(
         ("HERE/sourc", "there is no such folder; did you mean HERE/source?"),
         ("HERE/gone/deep", "there is no such folder"),
         ("./nothing", "there is no such folder"),
-        ("HERE/file.txt", "is a file, expected a checkpoint's folder"),
+        ("HERE/file.txt", "is a file, expected a folder or a hub id"),
         (
             "HERE/adapter",
             "is a PEFT adapter of THE_BASE, expected a model: write the two as one by",
@@ -623,6 +623,24 @@ def test_what_is_no_checkpoint_is_said_to_be_what_it_is(
     lines = capsys.readouterr().err.splitlines()
     assert any(said.replace("HERE", str(tmp_path)) in line for line in lines), lines
     assert "valid model identifier" not in "".join(lines)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("HERE/adaptr", "adapter HERE/adaptr: there is no such folder; did you mean HERE/adapter?"),
+        ("HERE/file.txt", "adapter HERE/file.txt is a file, expected a folder"),
+        ("HERE/source", "adapter HERE/source: expected the folder of a PEFT adapter, got another"),
+    ],
+)
+def test_what_is_no_adapter_is_said_to_be_what_it_is(source, tmp_path, capsys, name, said):
+    shutil.copytree(source, tmp_path / "source")
+    (tmp_path / "file.txt").write_text("")
+    (tmp_path / "adapter").mkdir()
+    name, said = (word.replace("HERE", str(tmp_path)) for word in (name, said))
+    assert main(["merge", name, str(tmp_path / "out"), "--base", source]) == 2
+    assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -42,7 +42,7 @@ def llama(folder: Path, **more) -> Path:
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
         initializer_range=0.2, eos_token_id=tokenizer.eos_token_id, **more,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -420,3 +420,13 @@ def test_a_locale_that_is_not_utf8_changes_nothing(tmp_path, function):
     assert ran.returncode == 0, ran.stderr
     assert not (tmp_path / "out/report.md").read_text("utf-8").isascii()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    verbs = {
+        "--help": [], "convert": ["--help"], "inspect": [str(tmp_path / "out")],
+        "revert": [str(tmp_path / "out"), str(tmp_path / "back")],
+        "eval": ["--models", str(source), "--lengths", "256", "--samples", "1", "--depths", "0.5",
+                 "--decoys", "1", "--out", str(tmp_path / "eval")],
+    }  # fmt: skip
+    for verb, words in verbs.items() if function == "ssmax" else ():
+        command = [sys.executable, "-m", "hf_sigmoid.conversions", verb, *words]
+        ran = subprocess.run(command, capture_output=True, env={**os.environ, **ascii_only})
+        assert ran.returncode == 0, (verb, ran.stderr)

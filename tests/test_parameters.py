@@ -302,6 +302,13 @@ def test_a_config_that_is_not_the_checkpoints_own_is_noticed(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "softmax", config=sigmoid)
 
 
+def test_softmax_by_name_is_told_what_it_is_called(tmp_path):
+    with pytest.raises(ValueError, match="softmax is 'sdpa' or 'eager' here"):
+        tiny_models.build("llama", attn_implementation="softmax")
+    with pytest.raises(ValueError, match="did you mean 'sigmoid'"):
+        hf_sigmoid.configure(tiny_models.build("llama"), "sigmiod")
+
+
 @pytest.mark.parametrize(("given", "near"), [("sigmiod", "sigmoid"), ("SSMax", "ssmax")])
 def test_a_mistyped_function_is_told_the_nearest_and_all(given, near):
     for run in (

@@ -12,7 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny_models
+import training_runs  # noqa: F401 (the recipes on the path)
 
+import data_sets  # isort: skip
 from hf_sigmoid import text
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.text import sources
@@ -276,7 +278,7 @@ def test_a_pattern_is_the_files_that_it_fits(folder):
     ("files", "run", "conversion"),
     [
         ("a.md b.txt", "b.txt", "a.md b.txt"),
-        ("a.md b.json", "a.md", "a.md"),
+        ("README.md b.json", "b.json", "b.json"),
         ("a.json b.json", "a.json b.json", "a.json b.json"),
         ("a.md b.csv c.json", "b.csv", "b.csv"),
         ("a.ndjson b.jsonl c.TSV d.txt.gz", "a.ndjson b.jsonl c.TSV d.txt.gz", None),
@@ -287,6 +289,57 @@ def test_markdown_and_json_are_text_where_nothing_else_is(tmp_path, files, run, 
         write(tmp_path, name, b"")
     assert names(find(tmp_path, "")) == run.split()
     assert names(find(tmp_path, "", with_markdown=True)) == (conversion or run).split()
+
+
+def test_what_a_folder_is_read_without_is_named(tmp_path):
+    for name in ("a.jsonl", "b.json", "README.md"):
+        write(tmp_path, name, b"")
+    with pytest.warns(UserWarning, match=r"is read without README.md, b.json; name them"):
+        assert names(find(tmp_path, "data.path")) == ["a.jsonl"]
+
+
+def test_texts_beside_rows_leave_open_what_is_meant(tmp_path):
+    for name in ("essay.md", "b.json"):
+        write(tmp_path, name, b"")
+    with pytest.raises(BadInput, match=r"holds \.md and \.json files: name those"):
+        find(tmp_path, "data.path")
+
+
+@pytest.mark.parametrize("given", ["", [""], ["a.txt", ""]])
+def test_an_empty_path_is_not_the_working_folder(given, tmp_path, monkeypatch):
+    write(tmp_path, "a.txt", b"notes")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=r"data\.path: expected a path, got an empty one"):
+        find(given, "data.path")
+
+
+@pytest.mark.parametrize("name", ["fake.txt", "fake.md", "fake.txt.gz", "fake"])
+def test_json_lines_under_the_name_of_a_text_are_refused(tmp_path, name):
+    content = lines(["one", "two"])
+    write(tmp_path, name, content)
+    with pytest.raises(BadInput, match=r"holds JSON: expected \.jsonl"):
+        list(documents(tmp_path / name, Reading("data.path")))
+
+
+def test_a_line_of_json_may_be_the_text_itself(tmp_path):
+    write(tmp_path, "a.jsonl", b'"one"\n{"text": "two"}\n')
+    assert list(documents(tmp_path / "a.jsonl", Reading("data.path"))) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_half_a_pair_in_a_data_set_here_is_refused(tmp_path, name):
+    """The library drops it without a word."""
+    rows = '{"text": "whole"}\n{"text": "half \\ud83d of it"}\n'
+    content = rows if name == "a.jsonl" else f"[{rows.strip().replace(chr(10), ',')}]"
+    write(tmp_path, f"set/{name}", content.encode())
+    with pytest.raises(ValueError, match="surrogate"):
+        tokenizer = tiny_models.byte_tokenizer()
+        given = f"dataset:{tmp_path / 'set' / name}"
+        sources.read(given, text.train, "calibration", tokenizer, 10**6)
+    for choice in ("refuse", "replace"):
+        with pytest.raises(BadInput, match=r"expected its files as data\.path"):
+            reading = Reading("data.dataset", "text", choice, "data.")
+            data_sets.named(str(tmp_path / "set"), None, "train", None, reading, streaming=False)
 
 
 def test_a_conversion_reads_documents_whatever_holds_them(tmp_path):

@@ -14,20 +14,25 @@ from typing import Any
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
 from hf_sigmoid.errors import BadInput, ChecksFailed
 from hf_sigmoid.evals import run_file, settings
+from hf_sigmoid.interrupts import STATUS, while_loading
+from hf_sigmoid.terminal import show_anything
+
+STOPPED = "stopped: the same command goes on from here"
 
 # What computes is imported behind the command line: --help takes none of it.
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """`main`; what it can explain is one line and a status: 2 bad input, 1 a failed check."""
+    show_anything()
     try:
         main(arguments)
     except (BadInput, ChecksFailed, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, ChecksFailed) else 2
     except KeyboardInterrupt:
-        print("\nstopped: the same command goes on from here", file=sys.stderr)
-        return 130
+        print(f"\n{STOPPED}", file=sys.stderr)
+        return STATUS
     return 0
 
 
@@ -53,7 +58,8 @@ def _evaluate(arguments: Sequence[str]) -> dict[str, Any]:
     )
     settings.add_arguments(parser)
     asked = settings.read(parser.parse_args(arguments))
-    from hf_sigmoid.evals.run import evaluate
+    with while_loading(STOPPED):
+        from hf_sigmoid.evals.run import evaluate
 
     summary = evaluate(asked)
     if summary:  # of the first process

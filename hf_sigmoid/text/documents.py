@@ -122,12 +122,14 @@ def text_start(head: bytes, file: Path, reading: Reading) -> int:
 def plain(content: bytes, file: Path, reading: Reading) -> str:
     """A file that is one document."""
     text = reading.decoded(content, file)
-    if format_of(file) == "" and text.lstrip()[:1] in ("{", "["):
+    if text.lstrip()[:1] in ("{", "["):
         try:
-            json.loads(text.lstrip().split("\n", 1)[0])
-        except ValueError:
-            pass
-        else:
+            first = json.loads(text.lstrip().split("\n", 1)[0])
+        except (ValueError, RecursionError):
+            first = None
+        # Of a file that is called text only rows of this very field are surely none.
+        is_rows = isinstance(first, dict) and reading.field in first
+        if is_rows or (first is not None and format_of(file) == ""):
             raise reading.error(f"{file} holds JSON: expected .jsonl or .json behind its name")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -214,9 +216,7 @@ def _json(stream: BinaryIO, file: Path, reading: Reading) -> Iterator[str]:
         )
     for number, row in enumerate(rows, 1):
         where = f"{file} item {number}"
-        yield (
-            reading.checked(row, where) if isinstance(row, str) else _in_object(row, where, reading)
-        )
+        yield _in_object(row, where, reading)
 
 
 def _rows(content: Any, field: str) -> list[Any] | None:
@@ -253,6 +253,8 @@ def _cells(stream: Iterable[bytes], file: Path, reading: Reading) -> Iterator[st
 
 
 def _in_object(row: Any, where: object, reading: Reading) -> str:
+    if isinstance(row, str):
+        return reading.checked(row, where)
     if not isinstance(row, dict) or reading.field not in row:
         raise reading.no_field(where, "key", row if isinstance(row, dict) else ())
     return reading.checked(row[reading.field], where)

@@ -15,6 +15,7 @@ import glob
 import gzip
 import io
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def find(paths: Paths, key: str, *, with_markdown: bool = False) -> list[Path]:
 
     A folder stands for the files of known formats below it, by path. Hidden ones and what is in
     hidden folders are left out, and so is what goes with text and is none: `.json` beside other
-    formats, where programs keep notes, and `.md` beside rows, their card.
+    formats, where programs keep notes, and `.md` beside rows, their card. A warning names them.
 
     Args:
         key: what an error calls the paths, "data.path".
@@ -67,9 +68,11 @@ def find(paths: Paths, key: str, *, with_markdown: bool = False) -> list[Path]:
         BadInput: for what is not there, or is of no known format.
     """
     found: dict[tuple[str, str], Path] = {}
+    if "" in ([paths] if isinstance(paths, str) else paths if isinstance(paths, list) else ()):
+        raise BadInput(f"{key}: expected a path, got an empty one")
     for path in _named(paths):
         if path.is_dir():
-            files = _below(path, with_markdown)
+            files = _below(path, key, with_markdown)
         elif path.is_file():
             files = [path]
             if format_of(path) is None:
@@ -99,12 +102,13 @@ def open_unpacked(file: Path) -> io.BufferedReader | gzip.GzipFile:
 
 
 def _named(paths: Paths) -> Iterator[Path]:
-    for path in [paths] if isinstance(paths, str | Path) else paths:
+    for given in [paths] if isinstance(paths, str | Path) else paths:
+        path = os.path.expanduser(given)
         matches = [] if os.path.lexists(path) else sorted(glob.glob(str(path), recursive=True))
         yield from map(Path, matches or [path])
 
 
-def _below(folder: Path, with_markdown: bool) -> list[Path]:
+def _below(folder: Path, key: str, with_markdown: bool) -> list[Path]:
     formats = {
         file: format_of(file)
         for file in folder.rglob("*")
@@ -115,6 +119,17 @@ def _below(folder: Path, with_markdown: bool) -> list[Path]:
     kinds = set(formats.values())
     if kinds - {".md", ".json"}:
         kinds -= {".json"} if with_markdown and ".txt" in kinds else {".md", ".json"}
-    elif ".md" in kinds:
-        kinds = {".md"}
+    elif kinds == {".md", ".json"}:
+        # A README is a card of the rows; other texts beside rows leave open what is meant.
+        if any(file.stem.upper() != "README" for file, each in formats.items() if each == ".md"):
+            raise BadInput(
+                f"{key}: {folder} holds .md and .json files: name those that are the text"
+            )
+        kinds = {".json"}
+    left = sorted(file.name for file, each in formats.items() if each not in kinds)
+    if left:
+        names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        warnings.warn(
+            f"{key}: {folder} is read without {names}; name them to read them", stacklevel=2
+        )
     return sorted(file for file, each in formats.items() if each in kinds)
