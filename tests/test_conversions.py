@@ -16,6 +16,7 @@ from transformers import (
     AutoTokenizer,
     BloomConfig,
     FalconConfig,
+    GptOssConfig,
     LlamaConfig,
 )
 
@@ -642,6 +643,25 @@ def test_what_is_no_adapter_is_said_to_be_what_it_is(source, tmp_path, capsys, n
     assert main(["merge", name, str(tmp_path / "out"), "--base", source]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_with_sinks_is_converted_in_16_bits(tmp_path, dtype):
+    """Its own attention is eager, which rounds in that dtype what ours does not."""
+    tokenizer = tiny_models.byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "source")
+    config = GptOssConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2,
+        num_experts_per_tok=1, sliding_window=16, max_position_embeddings=128,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(tmp_path / "source")
+    report = convert(tmp_path / "source", tmp_path / "out", "ssmax", **SMALL)
+    assert max(report["largest_logit_difference"].values()) > 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == dtype
 
 
 def test_ctrl_c_is_one_line(source, tmp_path, monkeypatch, capsys):

@@ -3,7 +3,13 @@
 import pytest
 import tiny_models
 import torch
-from transformers import OPTConfig, OPTForCausalLM, StaticCache
+from transformers import (
+    ModernBertConfig,
+    ModernBertModel,
+    OPTConfig,
+    OPTForCausalLM,
+    StaticCache,
+)
 
 import hf_sigmoid
 from hf_sigmoid import functional, masks, reference, registration
@@ -320,6 +326,23 @@ def test_one_graph_serves_every_length(family, function, padded):
         wanted, found = (tiny_models.output(each, **given)[1:] for each in (model, compiled))
         torch.testing.assert_close(found, wanted, **TOLERANCE)
     assert len(graphs) <= 2  # one for sizes seen once, one for any
+
+
+@every_function
+def test_an_exported_encoder_with_a_window_takes_lengths_on_both_sides_of_it(function):
+    config = ModernBertConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, local_attention=16, max_position_embeddings=64, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    model = ModernBertModel._from_config(config, attn_implementation=function).eval()
+    length = torch.export.Dim("length", min=4, max=60)
+    given = {"input_ids": tiny_models.tokens(2, 17)}
+    exported = torch.export.export(model, (), given, dynamic_shapes={"input_ids": {1: length}})
+    for tokens in (5, 29):
+        given = {"input_ids": tiny_models.tokens(2, tokens)}
+        found = exported.module()(**given).last_hidden_state
+        torch.testing.assert_close(found, tiny_models.output(model, **given), **TOLERANCE)
 
 
 @every_function
