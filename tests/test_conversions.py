@@ -653,8 +653,8 @@ def test_a_model_with_sinks_is_converted_in_16_bits(tmp_path, dtype):
     config = GptOssConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2,
-        num_experts_per_tok=1, sliding_window=16, max_position_embeddings=128,
-        layer_types=["sliding_attention", "full_attention"],
+        num_experts_per_tok=2, sliding_window=16, max_position_embeddings=128,
+        layer_types=["sliding_attention", "full_attention"], initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
