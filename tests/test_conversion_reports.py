@@ -359,8 +359,8 @@ def test_several_files_are_one_text(tmp_path, documents):
     [
         ("dataset:", r"expected dataset:NAME\[:CONFIG"),
         ("dataset:a:b:c:d:e", r"expected dataset:NAME\[:CONFIG"),
-        ("dataset:{}:::body", "no field 'body', its fields are n, text"),
-        ("dataset:{}:::n", "the field 'n' must hold text, got int"),
+        ("dataset:{}:::body", "has no key 'body'; its keys are n, text"),
+        ("dataset:{}:::n", "'n' is not text but int"),
         ("dataset:{}::validation", "Bad split: validation"),
         ("dataset:{}.gone", "there is no file or folder .*gone"),
         ("dataset:bad name!", "the calibration text: cannot read dataset:bad name!: "),
