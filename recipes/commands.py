@@ -16,8 +16,13 @@ def run(command: Sequence[str]) -> None:
         KeyboardInterrupt: Ctrl-C, which is handed on to it; what it saves then is waited for.
     """
     program = str(Path(sys.executable).with_name(command[0]))
+    environment = dict(os.environ)
+    if command[0] == "python":
+        # A recipe on one thread, as accelerate launches one: sums in another order give other
+        # figures than those that are published.
+        environment.setdefault("OMP_NUM_THREADS", "1")
     # In a session of its own it hears of Ctrl-C from here alone, and once each time.
-    process = subprocess.Popen([program, *command[1:]], start_new_session=True)
+    process = subprocess.Popen([program, *command[1:]], env=environment, start_new_session=True)
     interrupted = False
     while True:
         try:
