@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_sigmoid import configuration, parameters, support
+from hf_sigmoid import configuration, parameters, support, weights_source
 from hf_sigmoid.conversions.models import find_part, part_of
 
 # The first of each is the default.
@@ -163,7 +163,7 @@ def apply(model: PreTrainedModel, plan: Plan, fits: dict | None = None) -> dict[
     elif plan.init.startswith("anchored:"):
         anchor = check_init(plan.function, plan.init)
         numbers = {"offset": 1.0, "slope": 1 / math.log(anchor), "anchor": anchor}
-    support.remember_source(model, None)  # its numbers will fit its weights
+    weights_source.remember_source(model, None)  # its numbers will fit its weights
     with support.unchanged_on_error(model):
         configuration.configure(
             part_of(model, plan.part), plan.function, learn=True, query=with_query,

@@ -366,7 +366,7 @@ def _check_config(config) -> None:
 
 def _decoders(model: nn.Module) -> Iterator[nn.Module]:
     """Every model of transformers' in it that has attention."""
-    return (part for part in support._models(model) if attention_modules(part))
+    return (part for part in support.models_of(model) if attention_modules(part))
 
 
 def _arguments(cls: type) -> list[str]:

@@ -17,7 +17,15 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from hf_sigmoid import configuration, layer_types, masks, parameters, support, wraps
+from hf_sigmoid import (
+    configuration,
+    layer_types,
+    masks,
+    parameters,
+    support,
+    weights_source,
+    wraps,
+)
 from hf_sigmoid.attention import attention
 from hf_sigmoid.configuration import sub_configs
 from hf_sigmoid.parameters import FUNCTIONS, HOLDER, LogLength
@@ -102,15 +110,15 @@ def _wrap_set(original):
             own = own.get("", self.config._attn_implementation)
         if own in FUNCTIONS:
             support.check_class(type(self), self.config, own)
-        was_sigmoid = support.runs_unconverted_sigmoid(self)
+        was_sigmoid = weights_source.runs_unconverted_sigmoid(self)
         with support.unchanged_on_error(self):
             original(self, attn_implementation, *args, **kwargs)
             requested = (
                 None if isinstance(attn_implementation, str) else support.wishes(self.config)
             )
             support.check_model(self, requested)
-        if support.runs_unconverted_sigmoid(self) and not was_sigmoid:
-            support.warn_of_softmax_weights(self)
+        if weights_source.runs_unconverted_sigmoid(self) and not was_sigmoid:
+            weights_source.warn_of_softmax_weights(self)
 
     return set_attn_implementation
 
@@ -235,11 +243,11 @@ def _wrap_finalize(original):
                     f"{source}: the checkpoint {problem}: {shown}. The section hf_sigmoid of "
                     f"config.json is {said}; expected the two as one command wrote them"
                 )
-        written = support.saved_functions(load_config)
-        support.check_config_is_the_checkpoints(model, source, written)
-        support.remember_source(model, str(source))
-        if support.runs_unconverted_sigmoid(model, written):
-            support.warn_of_softmax_weights(model)
+        written = weights_source.saved_functions(load_config)
+        weights_source.check_config_is_the_checkpoints(model, source, written)
+        weights_source.remember_source(model, str(source))
+        if weights_source.runs_unconverted_sigmoid(model, written):
+            weights_source.warn_of_softmax_weights(model)
         for _, module in parameters.holders(model):
             section = module.config.hf_sigmoid
             for parameter in module._modules[HOLDER].parameters():

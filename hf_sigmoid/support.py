@@ -2,19 +2,15 @@
 
 import difflib
 import functools
-import json
 import re
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_sigmoid.layer_types import unmarked
 from hf_sigmoid.parameters import (
     FUNCTIONS,
     HOLDER,
@@ -35,11 +31,6 @@ OWN_MASKS = {
     "gemma4_assistant": "turns its attention mask around, with the config of a model that does not",
     "gemma4_unified_assistant": "turns its attention mask around, as gemma4_assistant does",
 }
-
-
-# An attribute of a model: where its weights were loaded from.
-SOURCE = "_hf_sigmoid_source"
-_LIBRARIES = ("transformers", "hf_sigmoid")
 
 
 class Unsupported(ValueError):
@@ -209,7 +200,7 @@ def check_model(model: "PreTrainedModel", requested: dict[int, str] | None = Non
                     f"take attn_implementation={function!r} from it and would stay softmax. "
                     f"{_by_parts(model.config, function)}"
                 )
-    inner = {part.config._attn_implementation for part in _models(model)}
+    inner = {part.config._attn_implementation for part in models_of(model)}
     if ours := sorted(inner & set(FUNCTIONS)):
         refuse_own_masks(model.config, ours[0])
         _check_layers(model)
@@ -235,7 +226,7 @@ def wishes(config: PreTrainedConfig) -> dict[int, str | None]:
 
 def uses_ours(model: "PreTrainedModel") -> bool:
     """Does any part of the model run one of our functions?"""
-    return any(part.config._attn_implementation in FUNCTIONS for part in _models(model))
+    return any(part.config._attn_implementation in FUNCTIONS for part in models_of(model))
 
 
 def is_part(model: "PreTrainedModel") -> bool:
@@ -248,100 +239,6 @@ def is_part(model: "PreTrainedModel") -> bool:
         if isinstance(owner, PreTrainedModel) and owner is not model:
             return True
     return False
-
-
-# Weights that sigmoid attention makes noise of
-
-
-def remember_source(model: "PreTrainedModel", source: str | None) -> None:
-    """Where the weights of a model, and of its parts, were loaded from; None: they have changed."""
-    for part in _models(model):
-        part.__dict__[SOURCE] = source
-
-
-def saved_functions(load_config) -> dict[str, set[str | None]] | None:
-    """The functions that each type of model was saved with; None if config.json cannot be read.
-
-    Of the file, since a config may be handed in that is not the checkpoint's.
-    """
-    from transformers.utils import CONFIG_NAME
-    from transformers.utils.hub import cached_file
-
-    source = load_config.pretrained_model_name_or_path
-    options = dict(load_config.download_kwargs or {})
-    known = ("cache_dir", "revision", "subfolder", "token")
-    options = {name: options[name] for name in known if options.get(name) is not None}
-    file = source and cached_file(
-        str(source), CONFIG_NAME, local_files_only=True, **options,
-        _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )  # fmt: skip
-    if not file:
-        return None
-    found: dict[str, set[str | None]] = {}
-    pending = [unmarked(json.loads(Path(file).read_text(encoding="utf-8")))]
-    while pending:
-        each = pending.pop()
-        section = each.get("hf_sigmoid")
-        function = section.get("function") if isinstance(section, dict) else None
-        found.setdefault(str(each.get("model_type")), set()).add(function)
-        pending += [value for value in each.values() if isinstance(value, dict)]
-    return found
-
-
-def check_config_is_the_checkpoints(
-    model: "PreTrainedModel", source: str, written: dict[str, set[str | None]] | None
-) -> None:
-    """Raise ValueError if a converted checkpoint was loaded with a config that says softmax."""
-    for config in configs(model):
-        functions = (written or {}).get(config.model_type, {None})
-        if None not in functions and not getattr(config, "hf_sigmoid", None):
-            raise ValueError(
-                f"{source} was converted to {' and '.join(sorted(functions))}, and the config that "
-                "was given for it says nothing of that: leave `config` out, or take the "
-                "checkpoint's own"
-            )
-
-
-def runs_unconverted_sigmoid(
-    model: "PreTrainedModel", written: dict[str, set[str | None]] | None = None
-) -> bool:
-    """Does a part run sigmoid, on weights that were loaded and not saved with it?
-
-    Args:
-        written: `saved_functions` of where they were loaded from; None: asked of the sections.
-    """
-    from hf_sigmoid.configuration import Section
-
-    if model.__dict__.get(SOURCE) is None:
-        return False
-    for config in configs(model):
-        section = getattr(config, "hf_sigmoid", None)
-        runs = config._attn_implementation == "sigmoid" and section
-        if runs and section["function"] == "sigmoid":
-            if written is None and isinstance(section, Section):
-                return True  # this process made it
-            if written is not None and "sigmoid" not in written.get(config.model_type, ()):
-                return True
-    return False
-
-
-def warn_of_softmax_weights(model: "PreTrainedModel") -> None:
-    """Once: what weights that were trained with softmax give under sigmoid."""
-    warnings.warn(
-        f"{model.__dict__[SOURCE]} was not saved as a sigmoid model and runs sigmoid attention "
-        "now: weights trained with softmax give noise under it. Convert it first (hf-sigmoid "
-        "convert MODEL OUT --to sigmoid), then heal it by training",
-        stacklevel=_outside_transformers(),
-    )
-
-
-def _outside_transformers() -> int:
-    """The `stacklevel`, for the caller, of the code that called transformers or this package."""
-    frame, level = sys._getframe(1), 1
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def refuse_sinks(module: nn.Module, path: str = "") -> NoReturn:
@@ -380,7 +277,7 @@ def check_softmax_model(
     model: "PreTrainedModel", function: str, layers: Sequence[int] | None = None
 ) -> None:
     """Raise `Unsupported` if a model that runs softmax now could not run `function` throughout."""
-    for part in _models(model):
+    for part in models_of(model):
         check_class(type(part), part.config, function)
         _refuse_private(part, function)
     for path, module in attention_modules(model) if function == "sigmoid" else ():
@@ -441,7 +338,7 @@ def _by_parts(config: PreTrainedConfig, function: str) -> str:
     return "As part of a composite model, leave it out of a dict of attn_implementation by part"
 
 
-def _models(model: nn.Module) -> Iterator["PreTrainedModel"]:
+def models_of(model: nn.Module) -> Iterator["PreTrainedModel"]:
     from transformers.modeling_utils import PreTrainedModel
 
     return (part for part in model.modules() if isinstance(part, PreTrainedModel))
@@ -449,7 +346,7 @@ def _models(model: nn.Module) -> Iterator["PreTrainedModel"]:
 
 def configs(model: "PreTrainedModel") -> Iterator[PreTrainedConfig]:
     """Every config that a part of the model has, and their sub-configs."""
-    pending = [part.config for part in _models(model)]
+    pending = [part.config for part in models_of(model)]
     pending += [module.config for _, module in attention_modules(model)]
     while pending:
         config = pending.pop()
