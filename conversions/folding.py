@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_sigmoid import parameters
 from hf_sigmoid.checkpoint_files import FLOATING, weights_of
-from hf_sigmoid.heads import Call, Place, averages, one_call, written_by
+from hf_sigmoid.logit_control.heads import Call, Place, averages, one_call, written_by
 
 FILE = "folded.safetensors"  # beside a checkpoint
 RECORD = "hf_sigmoid_folded"  # true in the config of a model that has something folded in

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_sigmoid import parameters
-from hf_sigmoid.blocks import Heads, Matrix
+from hf_sigmoid.logit_control.blocks import Heads, Matrix
 
 
 class Rows:

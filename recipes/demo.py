@@ -12,7 +12,7 @@ import shlex
 import time
 from pathlib import Path
 
-import errors  # before all that takes long: Ctrl-C is one line from here on
+from hf_sigmoid.training import script  # before all that takes long: Ctrl-C is one line from here
 
 # isort: split
 import commands
@@ -103,4 +103,4 @@ def _print_table(after: dict[str, float], summary: dict) -> None:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    script.run(main)

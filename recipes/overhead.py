@@ -15,18 +15,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import errors  # before all that takes long: Ctrl-C is one line from here on
+from hf_sigmoid.training import script  # before all that takes long: Ctrl-C is one line from here
 
 # isort: split
-import run_config
 import torch
-from checkpointing import write_text
-from continue_pretrain import Training
-from errors import BadInput
-from packing import Packer, step_batches
 from tqdm import tqdm
 
 from hf_sigmoid import output_folder
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.training import run_config
+from hf_sigmoid.training.checkpointing import write_text
+from hf_sigmoid.training.packing import Packer, step_batches
+from hf_sigmoid.training.train import Training
 
 FILE = Path(__file__).parent / "results" / "overhead.json"
 
@@ -170,4 +170,4 @@ def _ratio(one: list[float], other: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    script.run(main)

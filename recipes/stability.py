@@ -29,10 +29,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import errors
-from errors import BadInput
-
 from hf_sigmoid import output_folder
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.training import script
 
 RESULTS = Path(__file__).with_name("results")
 METHODS = ("default", "constant", "quack", "qk-norm")
@@ -127,7 +126,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     """One run, with its results: held-out loss before and after, and the largest logit seen."""
     import torch
 
-    from hf_sigmoid.monitor import Health
+    from hf_sigmoid.logit_control.monitor import Health
 
     model = build(run)
     optimizers = _optimizers(model, run)
@@ -335,4 +334,4 @@ def _begin_job() -> None:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    script.run(main)

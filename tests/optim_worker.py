@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import hf_sigmoid
-from hf_sigmoid.monitor import Health, all_reduce_max, record
+from hf_sigmoid.logit_control.monitor import Health, all_reduce_max, record
 from hf_sigmoid.optim import QKClip, QuacK, find_heads
 
 IDS = torch.arange(3, 10)[None]

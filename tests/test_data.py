@@ -23,14 +23,15 @@ from hypothesis import strategies as st
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
-import corpus  # noqa: E402
-import held_out  # noqa: E402
-import packing  # noqa: E402
-import reading_order  # noqa: E402
-import text_files  # noqa: E402
-from errors import BadInput  # noqa: E402
-
 from hf_sigmoid import text  # noqa: E402
+from hf_sigmoid.errors import BadInput  # noqa: E402
+from hf_sigmoid.training import (  # noqa: E402
+    corpus,
+    held_out,
+    packing,
+    reading_order,
+    text_files,
+)
 
 
 @dataclass

@@ -30,10 +30,12 @@ from hf_sigmoid.conversions.convert import merge_adapter, revert_checkpoint
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
-import checkpointing  # noqa: E402
-import distil_attention  # noqa: E402
-import distillation  # noqa: E402
-from errors import BadInput  # noqa: E402
+from hf_sigmoid.errors import BadInput  # noqa: E402
+from hf_sigmoid.training import (  # noqa: E402
+    checkpointing,
+    distil,
+    distillation,
+)
 
 BLOCK = 32
 
@@ -88,7 +90,7 @@ def lines(out: Path) -> list[dict]:
 def uninterrupted(converted, corpus_file, tmp_path_factory) -> Path:
     """Both stages on numbers alone."""
     out = tmp_path_factory.mktemp("run") / "out"
-    distil_attention.main(arguments(converted, corpus_file, out, **{"end_to_end.steps": 6}))
+    distil.main(arguments(converted, corpus_file, out, **{"end_to_end.steps": 6}))
     return out
 
 
@@ -150,7 +152,7 @@ def test_a_bfloat16_checkpoint_stays_one_and_reverts_bit_for_bit(softmax, corpus
     AutoTokenizer.from_pretrained(softmax).save_pretrained(tmp_path / "half")
     convert(tmp_path / "half", tmp_path / "sigmoid", "sigmoid", init="calibrated-query", window=32,
             windows=8, progress=False)  # fmt: skip
-    distil_attention.main(arguments(tmp_path / "sigmoid", corpus_file, tmp_path / "out"))
+    distil.main(arguments(tmp_path / "sigmoid", corpus_file, tmp_path / "out"))
     tensors = load_file(tmp_path / "out" / "final" / "model.safetensors")
     for name, tensor in tensors.items():
         assert tensor.dtype == (torch.float32 if "log_length" in name else torch.bfloat16)
@@ -163,7 +165,7 @@ def test_a_distilled_model_can_be_distilled_again_and_still_reverts(
     softmax, uninterrupted, corpus_file, tmp_path
 ):
     again = tmp_path / "again"
-    distil_attention.main(arguments(uninterrupted / "final", corpus_file, again))
+    distil.main(arguments(uninterrupted / "final", corpus_file, again))
     # It begins where the last run ended: its teacher is the source, not what was folded into it.
     first, last = (
         lines(again)[0],
@@ -182,7 +184,7 @@ def test_projections_train_too_and_then_softmax_comes_back_only_when_asked_for(
 ):
     keys = {"layerwise.train": trains, "layerwise.lr": 3e-3, "layerwise.steps": 12}
     out = tmp_path / "out"
-    distil_attention.main(arguments(converted, corpus_file, out, **keys))
+    distil.main(arguments(converted, corpus_file, out, **keys))
     tensors, before = (load_file(Path(f) / "model.safetensors") for f in (out / "final", converted))
     assert tensors.keys() == before.keys()
     changed = {name for name in tensors if not torch.equal(tensors[name], before[name])}
@@ -208,7 +210,7 @@ def test_all_weights_train_end_to_end_on_a_teacher_of_its_own(
 ):
     keys = {"layerwise.steps": 0, "end_to_end.steps": 10, "end_to_end.train": "all",
             "end_to_end.lr": 1e-3, "teacher": softmax}  # fmt: skip
-    distil_attention.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
+    distil.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
     losses = [line["loss"] for line in lines(tmp_path / "out")]
     assert losses[-1] < 0.8 * losses[0]
     tensors, before = (
@@ -290,7 +292,7 @@ def test_a_blend_goes_from_softmax_to_the_function_and_leaves_no_trace(
         lambda self, share: (shares.append(share), blend(self, share)),
     )
     keys = {"layerwise.steps": 0, "end_to_end.steps": 8, "end_to_end.blend": 0.5}
-    distil_attention.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
+    distil.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
     assert shares == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert "blend" not in (tmp_path / "out" / "final" / "config.json").read_text()
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final")
@@ -300,7 +302,7 @@ def test_a_blend_goes_from_softmax_to_the_function_and_leaves_no_trace(
 def test_layers_that_stay_softmax_are_not_touched(softmax, corpus_file, tmp_path):
     convert(softmax, tmp_path / "one", "sigmoid", init="calibrated-query", layers=[1], window=32,
             windows=8, progress=False)  # fmt: skip
-    distil_attention.main(arguments(tmp_path / "one", corpus_file, tmp_path / "out"))
+    distil.main(arguments(tmp_path / "one", corpus_file, tmp_path / "out"))
     tensors, before = (
         load_file(Path(f) / "model.safetensors") for f in (tmp_path / "out" / "final", softmax)
     )
@@ -313,7 +315,7 @@ def test_ssmax_is_distilled_as_well(softmax, corpus_file, tmp_path):
     convert(
         softmax, tmp_path / "ssmax", "ssmax", init="paper", window=32, windows=4, progress=False
     )
-    distil_attention.main(arguments(tmp_path / "ssmax", corpus_file, tmp_path / "out"))
+    distil.main(arguments(tmp_path / "ssmax", corpus_file, tmp_path / "out"))
     log = lines(tmp_path / "out")
     assert log[-1]["loss"] < log[0]["loss"]
 
@@ -322,7 +324,7 @@ def test_held_out_text_is_measured_on_the_way(converted, corpus_file, tmp_path):
     held_out = tmp_path / "chapters.txt"
     held_out.write_text(text.held_out())
     keys = {"evaluate.path": held_out, "evaluate.every": 3, "evaluate.windows": 4}
-    distil_attention.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
+    distil.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
     found = {x["step"]: x["perplexity"] for x in lines(tmp_path / "out") if "perplexity" in x}
     assert list(found) == [3, 6, 8]
     final = tmp_path / "out" / "final"
@@ -338,13 +340,14 @@ import torch
 recipes, step, threads, *argv = json.loads(sys.argv[1])
 sys.path.insert(0, recipes)
 torch.set_num_threads(threads)
-import distil_attention, run_log
+from hf_sigmoid.training import distil
+from hf_sigmoid.training import run_log
 write = run_log.RunLog.write
 def write_then_die(self, **values):
     write(self, **values)
     if values["step"] == step: os.kill(os.getpid(), signal.SIGKILL)
 run_log.RunLog.write = write_then_die
-distil_attention.main(argv)
+distil.main(argv)
 """
 
 
@@ -354,19 +357,19 @@ def test_low_rank_changes_resume_and_go_on_end_to_end(
     keys = {"layerwise.train": "lora", "layerwise.steps": 4, "end_to_end.train": "lora",
             "end_to_end.steps": 4, "checkpoint.every": 0}  # fmt: skip
     argv = arguments(converted, corpus_file, tmp_path / "whole", **keys)
-    distil_attention.main(argv)
-    write = distil_attention.RunLog.write
+    distil.main(argv)
+    write = distil.RunLog.write
 
     def write_and_ask(self, **values):
         write(self, **values)
         if values["step"] == 5:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(distil_attention.RunLog, "write", write_and_ask)
+    monkeypatch.setattr(distil.RunLog, "write", write_and_ask)
     argv = arguments(converted, corpus_file, tmp_path / "parts", **keys)
-    assert distil_attention.main(argv) is None
+    assert distil.main(argv) is None
     monkeypatch.undo()
-    distil_attention.main(argv)
+    distil.main(argv)
     ours, theirs = (
         load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "parts")
     )
@@ -383,7 +386,7 @@ def test_a_killed_run_resumes_to_the_last_bit(
     killed = subprocess.run([sys.executable, "-c", KILLED, json.dumps(job)], capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert checkpointing.latest(tmp_path / "out" / "checkpoints").step == step // 3 * 3
-    distil_attention.main(argv)
+    distil.main(argv)
     for ours, theirs in zip(lines(tmp_path / "out"), lines(uninterrupted), strict=True):
         assert ours["loss"] == theirs["loss"]
     ours, theirs = (
@@ -404,24 +407,24 @@ def test_a_signal_saves_and_the_run_goes_on(
     argv = arguments(
         converted, corpus_file, tmp_path, **{"end_to_end.steps": 6, "checkpoint.every": 0}
     )
-    write = distil_attention.RunLog.write
+    write = distil.RunLog.write
 
     def write_and_ask(self, **values):
         write(self, **values)
         if values["step"] == 3:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(distil_attention.RunLog, "write", write_and_ask)
+    monkeypatch.setattr(distil.RunLog, "write", write_and_ask)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     if number == signal.SIGINT:
         with pytest.raises(KeyboardInterrupt, match="step 4 is saved: the same command goes on"):
-            distil_attention.main(argv)
+            distil.main(argv)
     else:
-        assert distil_attention.main(argv) is None
+        assert distil.main(argv) is None
     signal.signal(signal.SIGINT, before)
     assert checkpointing.latest(tmp_path / "checkpoints").step == 4
     monkeypatch.undo()
-    assert distil_attention.main(argv) == tmp_path / "final"
+    assert distil.main(argv) == tmp_path / "final"
     assert [x["loss"] for x in lines(tmp_path)] == [x["loss"] for x in lines(uninterrupted)]
 
 
@@ -430,7 +433,7 @@ def test_a_step_does_not_depend_on_how_its_rows_are_divided(converted, corpus_fi
     for name, batch, accumulation in (("a", 4, 1), ("b", 1, 4)):
         keys = {"train.batch_size": batch, "train.grad_accumulation": accumulation,
                 "end_to_end.steps": 4}  # fmt: skip
-        distil_attention.main(arguments(converted, corpus_file, tmp_path / name, **keys))
+        distil.main(arguments(converted, corpus_file, tmp_path / name, **keys))
         found.append(_figures(tmp_path / name))
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
@@ -446,8 +449,8 @@ import torch
 recipes, *argv = json.loads(sys.argv[1])
 sys.path.insert(0, recipes)
 torch.set_num_threads(1)
-import distil_attention
-distil_attention.main(argv)
+from hf_sigmoid.training import distil
+distil.main(argv)
 """
 
 
@@ -457,7 +460,7 @@ def test_two_processes_take_the_steps_of_one(converted, corpus_file, tmp_path):
     keys = {"train.grad_accumulation": 1, "end_to_end.steps": 3, "layerwise.steps": 3,
             "data.streams": 2, "evaluate.path": held_out, "evaluate.windows": 2}  # fmt: skip
     alone = {**keys, "train.batch_size": 4}
-    distil_attention.main(arguments(converted, corpus_file, tmp_path / "one", **alone))
+    distil.main(arguments(converted, corpus_file, tmp_path / "one", **alone))
     argv = arguments(converted, corpus_file, tmp_path / "two", **keys)
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
@@ -510,34 +513,34 @@ def test_bad_input_is_named_and_writes_nothing(
         places["ROTATED"] = str(tmp_path / "rotated")
     keys = {key: places.get(value, value) for key, value in keys.items()}
     with pytest.raises(BadInput, match=words):
-        distil_attention.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
+        distil.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_resumed_run_is_of_the_same_weights(converted, corpus_file, tmp_path, monkeypatch):
     shutil.copytree(converted, tmp_path / "model")
     argv = arguments(tmp_path / "model", corpus_file, tmp_path / "out")
-    write = distil_attention.RunLog.write
+    write = distil.RunLog.write
 
     def write_and_ask(self, **values):
         write(self, **values)
         if values["step"] == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(distil_attention.RunLog, "write", write_and_ask)
-    assert distil_attention.main(argv) is None
+    monkeypatch.setattr(distil.RunLog, "write", write_and_ask)
+    assert distil.main(argv) is None
     monkeypatch.undo()
     model = AutoModelForCausalLM.from_pretrained(converted)
     with torch.no_grad():
         model.model.layers[0].self_attn.log_length.offset += 0.1
     model.save_pretrained(tmp_path / "model")
     with pytest.raises(BadInput, match=r"is not what .* was distilled from"):
-        distil_attention.main(argv)
+        distil.main(argv)
 
 
 def test_a_folded_model_never_loses_its_gains_in_silence(softmax, converted, corpus_file, tmp_path):
     keys = {"layerwise.train": "projections"}
-    distil_attention.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
+    distil.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
     final = tmp_path / "out" / "final"
     assert "BACK --approximate`" in (final / "README.md").read_text()
     (final / "report.json").unlink()  # as of a model whose teacher was given
@@ -573,7 +576,7 @@ def test_an_adapter_on_a_distilled_base_takes_along_what_was_folded(
         revert_checkpoint(tmp_path / "merged", tmp_path / "back")
     assert revert_checkpoint(tmp_path / "merged", tmp_path / "back", approximate=True) is False
     with pytest.raises(BadInput, match="were trained since it was distilled"):
-        distil_attention.main(arguments(tmp_path / "merged", corpus_file, tmp_path / "out"))
+        distil.main(arguments(tmp_path / "merged", corpus_file, tmp_path / "out"))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3"])
@@ -588,7 +591,7 @@ def test_other_attentions_are_distilled_and_revert(corpus_file, tmp_path, family
     convert(tmp_path / "source", tmp_path / "sigmoid", "sigmoid", init="calibrated-query",
             window=32, windows=8, progress=False)  # fmt: skip
     keys = {"end_to_end.steps": 3}
-    distil_attention.main(arguments(tmp_path / "sigmoid", corpus_file, tmp_path / "out", **keys))
+    distil.main(arguments(tmp_path / "sigmoid", corpus_file, tmp_path / "out", **keys))
     final = tmp_path / "out" / "final"
     kinds = {key.partition("/")[0] for key in folding.Folded.load(final).factors}
     assert kinds == ({"gain", "temperature"} if family == "gpt2" else {"gain"})
@@ -609,7 +612,7 @@ def test_other_models_than_causal_ones_are_refused(softmax, corpus_file, tmp_pat
     model.save_pretrained(source)
     tokenizer.save_pretrained(source)
     with pytest.raises(BadInput, match="causal language model, got a BertForMaskedLM"):
-        distil_attention.main(arguments(source, corpus_file, tmp_path / "out"))
+        distil.main(arguments(source, corpus_file, tmp_path / "out"))
 
 
 def test_a_model_that_was_trained_since_needs_a_teacher(softmax, converted, corpus_file, tmp_path):
@@ -620,8 +623,8 @@ def test_a_model_that_was_trained_since_needs_a_teacher(softmax, converted, corp
     model.save_pretrained(tmp_path / "trained")
     argv = arguments(tmp_path / "trained", corpus_file, tmp_path / "out")
     with pytest.raises(BadInput, match="give teacher="):
-        distil_attention.main(argv)
-    distil_attention.main([*argv, f"teacher={softmax}"])
+        distil.main(argv)
+    distil.main([*argv, f"teacher={softmax}"])
     assert (tmp_path / "out" / "final" / "config.json").is_file()
 
 
@@ -639,21 +642,21 @@ def _made(converted, trains=frozenset({"numbers"})):
 def test_a_signal_in_an_evaluation_saves_that_step(converted, corpus_file, tmp_path, monkeypatch):
     (tmp_path / "held.txt").write_text(text.held_out())
     keys = {"evaluate.path": tmp_path / "held.txt", "evaluate.every": 2, "checkpoint.every": 0}
-    measure = distil_attention.perplexity
+    measure = distil.perplexity
 
     def ask_and_measure(*given, **options):
         os.kill(os.getpid(), signal.SIGTERM)
         return measure(*given, **options)
 
-    monkeypatch.setattr(distil_attention, "perplexity", ask_and_measure)
+    monkeypatch.setattr(distil, "perplexity", ask_and_measure)
     out = tmp_path / "out"
-    assert distil_attention.main(arguments(converted, corpus_file, out, **keys)) is None
+    assert distil.main(arguments(converted, corpus_file, out, **keys)) is None
     assert checkpointing.latest(out / "checkpoints").step == len(lines(out)) == 2
 
 
 def test_a_run_begins_by_saying_what_it_is(converted, corpus_file, tmp_path, capsys):
     keys = {"end_to_end.steps": 2, "end_to_end.train": "all"}
-    distil_attention.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
+    distil.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
     said = capsys.readouterr().out.splitlines()
     assert said[0] == (
         f"model {converted}: LlamaForCausalLM, attention sigmoid, one process on cpu, float32"

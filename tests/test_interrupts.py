@@ -13,11 +13,11 @@ import pytest
 from safetensors.torch import load_file
 from training_runs import RECIPES, arguments, losses
 
-import checkpointing  # isort: skip
+from hf_sigmoid.training import checkpointing  # isort: skip
 import commands  # isort: skip
-import continue_pretrain  # isort: skip
-import finished_model  # isort: skip
-import held_out  # isort: skip
+from hf_sigmoid.training import train  # isort: skip
+from hf_sigmoid.training import finished_model  # isort: skip
+from hf_sigmoid.training import held_out  # isort: skip
 
 WAIT = 120  # seconds, for what takes some
 EARLY = {"checkpoint.every": 0}
@@ -37,26 +37,26 @@ def _ctrl_c():
 
 
 def interrupted_after(monkeypatch, step: int, times: int) -> None:
-    write = continue_pretrain.RunLog.write
+    write = train.RunLog.write
 
     def write_and_interrupt(self, **values):
         write(self, **values)
         if values["step"] == step:
             interrupt(times)
 
-    monkeypatch.setattr(continue_pretrain.RunLog, "write", write_and_interrupt)
+    monkeypatch.setattr(train.RunLog, "write", write_and_interrupt)
 
 
 def test_the_first_saves_and_the_same_command_goes_on(tiny, corpus_file, tmp_path, monkeypatch):
     whole, parts = (arguments(tiny, corpus_file, tmp_path / n, **EARLY) for n in ("whole", "parts"))
-    continue_pretrain.main(whole)
+    train.main(whole)
     interrupted_after(monkeypatch, 3, 1)
     with pytest.raises(KeyboardInterrupt, match="step 4 is saved: the same command goes on"):
-        continue_pretrain.main(parts)
+        train.main(parts)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert checkpointing.latest(tmp_path / "parts" / "checkpoints").step == 4
     monkeypatch.undo()
-    assert continue_pretrain.main(parts) == tmp_path / "parts" / "final"
+    assert train.main(parts) == tmp_path / "parts" / "final"
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
@@ -64,7 +64,7 @@ def test_a_second_ends_it_at_once(tiny, corpus_file, tmp_path, monkeypatch):
     argv = arguments(tiny, corpus_file, tmp_path, **EARLY)
     interrupted_after(monkeypatch, 3, 2)
     with pytest.raises(KeyboardInterrupt) as error:
-        continue_pretrain.main(argv)
+        train.main(argv)
     assert not error.value.args  # nothing was saved, and nothing else is said
     assert len(losses(tmp_path)) == 3 and not (tmp_path / "checkpoints").exists()
 
@@ -81,7 +81,7 @@ def test_a_second_while_it_saves_leaves_complete_checkpoints_alone(
 
     monkeypatch.setattr(checkpointing, "sync_tree", sync_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        continue_pretrain.main(arguments(tiny, corpus_file, tmp_path))
+        train.main(arguments(tiny, corpus_file, tmp_path))
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step_00000003"]
 
 
@@ -98,7 +98,7 @@ def test_one_in_an_evaluation_saves_the_step_before_it(tiny, corpus_file, tmp_pa
 
     monkeypatch.setattr(held_out, "_summed_loss", score_and_interrupt)
     with pytest.raises(KeyboardInterrupt, match="evaluation of step 2, which is saved"):
-        continue_pretrain.main(argv)
+        train.main(argv)
     assert len(calls) == 3 + 1 and checkpointing.latest(tmp_path / "checkpoints").step == 2
 
 
@@ -113,7 +113,7 @@ def test_one_while_the_final_model_is_written_loses_nothing(
 
     monkeypatch.setattr(finished_model, "_fill", interrupt_and_fill)
     argv = arguments(tiny, corpus_file, tmp_path, **EARLY, **{"train.steps": 2})
-    assert continue_pretrain.main(argv) == tmp_path / "final"
+    assert train.main(argv) == tmp_path / "final"
     assert load_file(tmp_path / "final" / "model.safetensors")
 
 
@@ -123,7 +123,7 @@ def test_a_shell_that_started_a_run_without_ctrl_c_keeps_it_so(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interrupted_after(monkeypatch, 1, 2)
     keys = {"train.steps": 2, **EARLY}
-    assert continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **keys))
+    assert train.main(arguments(tiny, corpus_file, tmp_path, **keys))
 
 
 def started(*command: str, **environment: str) -> subprocess.Popen:
@@ -165,8 +165,9 @@ def now(*given, **options):
     import time
     time.sleep(60)
 if "." in moment:
-    module, name = moment.split(".")
-    setattr(__import__(module), name, now)
+    import importlib
+    module, name = moment.rsplit(".", 1)
+    setattr(importlib.import_module("hf_sigmoid.training." + module), name, now)
 else:
     found = builtins.__import__
     def importing(name, *rest, **options):
@@ -233,14 +234,15 @@ def test_under_a_launcher_the_terminals_ctrl_c_saves_one_step_of_all(
 
 def test_a_script_hands_it_on_to_its_step_and_waits(tmp_path):
     step = (
-        "import pathlib, sys, time; import stop_signal\n"
+        "import pathlib, sys, time; from hf_sigmoid.training import stop_signal\n"
         "pathlib.Path('begun').touch()\n"
         "try: time.sleep(60)\n"
         "except KeyboardInterrupt: time.sleep(1); pathlib.Path('saved').touch(); raise\n"
     )
-    script = f"import commands, sys; commands.run(['python', '-c', {step!r}])"
+    outer = f"import commands, sys; commands.run(['python', '-c', {step!r}])"
+    code = f"from hf_sigmoid.training import script; script.run(lambda: exec({outer!r}))"
     run = subprocess.Popen(
-        [sys.executable, "-c", f"import errors; errors.run(lambda: exec({script!r}))"],
+        [sys.executable, "-c", code],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(RECIPES)}, start_new_session=True,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -253,7 +255,10 @@ def test_a_script_hands_it_on_to_its_step_and_waits(tmp_path):
 def test_a_step_that_fails_is_one_line():
     with pytest.raises(subprocess.CalledProcessError):
         commands.run(["python", "-c", "raise SystemExit(3)"])
-    code = "import errors, commands; errors.run(lambda: commands.run(['python', '-c', 'exit(3)']))"
+    code = (
+        "import commands; from hf_sigmoid.training import script; "
+        "script.run(lambda: commands.run(['python', '-c', 'exit(3)']))"
+    )
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(RECIPES)},

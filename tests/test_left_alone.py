@@ -27,8 +27,8 @@ from transformers import (
     MixtralConfig,
 )
 
-import continue_pretrain  # isort: skip
-import distil_attention  # isort: skip
+from hf_sigmoid.training import train  # isort: skip
+from hf_sigmoid.training import distil  # isort: skip
 from hf_sigmoid.checkpoint_files import files_sha256
 from hf_sigmoid.conversions import convert
 from hf_sigmoid.conversions.convert import merge_adapter, revert_checkpoint
@@ -201,7 +201,7 @@ def test_a_final_model_has_what_was_frozen_as_it_came(mixed, tmp_path, corpus_fi
     convert(source, tmp_path / "out", "ssmax", **SMALL)
     keys = {"train.steps": 2, "train.parameters": "log_length", "checkpoint.every": 0}
     given = arguments(str(tmp_path / "out"), corpus_file, tmp_path / "run", **keys)
-    final = continue_pretrain.main(given)
+    final = train.main(given)
     assert_as_they_came(final, came)
     assert dtype_of(final) == "bfloat16"
     assert revert_checkpoint(final, tmp_path / "back")
@@ -215,7 +215,7 @@ def test_a_distilled_model_has_what_was_not_trained_as_it_came(mixed, tmp_path, 
         f"model={tmp_path / 'out'}", f"output_dir={tmp_path / 'run'}", f"data.path={corpus_file}",
         "train.block_size=32", "layerwise.steps=2", "checkpoint.every=0",
     ]  # fmt: skip
-    final = distil_attention.main(given)
+    final = distil.main(given)
     # Gains and temperatures are folded into these.
     assert_as_they_came(final, came, but=("q_proj", "o_proj"))
     assert revert_checkpoint(final, tmp_path / "back")
@@ -298,7 +298,7 @@ def test_an_adapter_of_a_larger_vocabulary_is_told_the_remedy(tmp_path):
 def test_a_run_with_adapters_ends_in_the_model_that_it_trained(tmp_path, corpus_file):
     base = llama(tmp_path / "base", tie_word_embeddings=True)
     keys = {"train.steps": 3, "lora.rank": 2, "lora.targets": "all-linear", "attn": "ssmax"}
-    final = continue_pretrain.main(arguments(str(base), corpus_file, tmp_path / "run", **keys))
+    final = train.main(arguments(str(base), corpus_file, tmp_path / "run", **keys))
     from peft import PeftModel
 
     plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="ssmax")
@@ -384,7 +384,7 @@ def test_what_goes_with_a_model_goes_into_final_too(tmp_path, corpus_file):
         f"model={tmp_path / 'out'}", f"output_dir={tmp_path / 'd'}", f"data.path={corpus_file}",
         "train.block_size=32", "layerwise.steps=1", "checkpoint.every=0",
     ]  # fmt: skip
-    for final in (continue_pretrain.main(run), distil_attention.main(distilled)):
+    for final in (train.main(run), distil.main(distilled)):
         assert (final / "preprocessor_config.json").read_text() == "{}"
         assert AutoTokenizer.from_pretrained(final).chat_template == "{{ messages }}"
 
@@ -398,7 +398,7 @@ def test_the_card_of_a_final_model_has_base_and_figures(tmp_path, corpus_file):
     (tmp_path / "out/report.json").write_text(json.dumps(report))
     keys = {"train.steps": 2, "checkpoint.every": 0}
     run = arguments(str(tmp_path / "out"), corpus_file, tmp_path / "run", **keys)
-    final = continue_pretrain.main(run)
+    final = train.main(run)
     assert metadata_load(final / "README.md")["base_model"] == "someone/model"
     card = (final / "README.md").read_text("utf-8")
     losses = [json.loads(x)["loss"] for x in (tmp_path / "run/log.jsonl").read_text().splitlines()]

@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hf_sigmoid
 from hf_sigmoid import functional
-from hf_sigmoid.heads import PROBE
-from hf_sigmoid.monitor import Health, record, summary
+from hf_sigmoid.logit_control.heads import PROBE
+from hf_sigmoid.logit_control.monitor import Health, record, summary
 
 WORKER = Path(__file__).with_name("optim_worker.py")
 IDS = tiny_models.tokens(3, 12)

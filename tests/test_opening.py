@@ -11,11 +11,11 @@ import torch
 from training_runs import RECIPES, arguments
 from transformers import AutoTokenizer
 
-import continue_pretrain  # isort: skip
-import corpus  # isort: skip
-import opening  # isort: skip
-import parallel  # isort: skip
-from errors import BadInput  # isort: skip
+from hf_sigmoid.training import train  # isort: skip
+from hf_sigmoid.training import corpus  # isort: skip
+from hf_sigmoid.training import opening  # isort: skip
+from hf_sigmoid.training import parallel  # isort: skip
+from hf_sigmoid.errors import BadInput  # isort: skip
 
 
 def first_lines(capsys) -> list[str]:
@@ -24,9 +24,9 @@ def first_lines(capsys) -> list[str]:
 
 def test_a_run_begins_by_saying_what_it_is(tiny, corpus_file, tmp_path, capsys):
     keys = {"attn": "ssmax", "train.steps": 20, "checkpoint.every": 0}
-    continue_pretrain.main(["--dry-run", *arguments(tiny, corpus_file, tmp_path, **keys)])
+    train.main(["--dry-run", *arguments(tiny, corpus_file, tmp_path, **keys)])
     planned = first_lines(capsys)
-    continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **keys))
+    train.main(arguments(tiny, corpus_file, tmp_path, **keys))
     encode = corpus.encoder(AutoTokenizer.from_pretrained(tiny), True)
     documents = corpus.open_corpus(SimpleNamespace(path=corpus_file)).sources[0]
     tokens = sum(len(encode(document)) for document in documents)
@@ -48,7 +48,7 @@ def test_of_what_does_not_all_train_the_kind_is_said(tiny, corpus_file, tmp_path
         ({"lora.rank": 2}, "lora: "),
     ):
         argv = arguments(tiny, corpus_file, tmp_path / kind[:4], **keys, **more)
-        continue_pretrain.main(argv)
+        train.main(argv)
         model, trains, texts = first_lines(capsys)
         assert "LlamaForCausalLM, " in model and "bfloat16 autocast over float32 weights" in model
         assert trains.startswith(f"train.parameters={kind}") and "(100.00%)" not in trains
@@ -57,9 +57,9 @@ def test_of_what_does_not_all_train_the_kind_is_said(tiny, corpus_file, tmp_path
 
 def test_a_finished_run_says_only_that(tiny, corpus_file, tmp_path, capsys):
     argv = arguments(tiny, corpus_file, tmp_path, **{"train.steps": 1})
-    continue_pretrain.main(argv)
+    train.main(argv)
     capsys.readouterr()
-    continue_pretrain.main(argv)
+    train.main(argv)
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
@@ -100,7 +100,7 @@ def test_a_mixture_and_a_stream_are_said_source_by_source(tiny, corpus_file, tmp
     )
     argv = arguments(tiny, corpus_file, tmp_path / "out", **{"train.steps": 1})
     argv = [each for each in argv if not each.startswith("data.path")]
-    continue_pretrain.main(["--config", str(config), *argv])
+    train.main(["--config", str(config), *argv])
     said = capsys.readouterr().out.splitlines()
     assert "weight 0.75, " in said[2] and "this run reads 144, " in said[2]
     assert "streaming, 1 shards" in said[3] and said[3].endswith("which this run reads 48")

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 import hf_sigmoid
-from hf_sigmoid.heads import standing_in
-from hf_sigmoid.monitor import record
+from hf_sigmoid.logit_control.heads import standing_in
+from hf_sigmoid.logit_control.monitor import record
 from hf_sigmoid.optim import QKClip, QuacK, find_heads
 
 SIZES = {

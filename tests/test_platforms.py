@@ -27,10 +27,14 @@ def opens_no_folder(path, *rest, **options):
     return opened(path, *rest, **options)
 recipes, *argv = json.loads(sys.argv[1])
 sys.path.insert(0, recipes)
-import checkpointing, continue_pretrain, errors, stability, hf_sigmoid.evals.commands
+from hf_sigmoid.training import checkpointing
+from hf_sigmoid.training import train
+from hf_sigmoid.training import script
+import stability
+import hf_sigmoid.evals.commands
 checkpointing.os = type(sys)("os")
 vars(checkpointing.os).update(vars(os) | {"open": opens_no_folder})
-errors.run(lambda: continue_pretrain.main(argv))
+script.run(lambda: train.main(argv))
 """
 
 
@@ -75,10 +79,11 @@ def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path, monkeypatch)
 
 def test_healing_says_that_it_needs_linux(tmp_path):
     code = (
-        "import pathlib, sys, errors, heal_smollm2\n"
+        "import pathlib, sys, heal_smollm2\n"
+        "from hf_sigmoid.training import script\n"
         "exists = pathlib.Path.exists\n"
         "pathlib.Path.exists = lambda self: '/proc' not in str(self) and exists(self)\n"
-        f"errors.run(lambda: heal_smollm2.main(['--out', {str(tmp_path / 'out')!r}]))"
+        f"script.run(lambda: heal_smollm2.main(['--out', {str(tmp_path / 'out')!r}]))"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=RECIPES, timeout=120

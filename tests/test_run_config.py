@@ -3,9 +3,9 @@
 import pytest
 from training_runs import RECIPES
 
-import run_config  # isort: skip
-import run_keys  # isort: skip
-from errors import BadInput  # isort: skip
+from hf_sigmoid.training import run_config  # isort: skip
+from hf_sigmoid.training import run_keys  # isort: skip
+from hf_sigmoid.errors import BadInput  # isort: skip
 
 
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("s*/*.yaml")), ids=lambda f: f.parent.name)

@@ -1,11 +1,12 @@
-"""Imports go one way, kernels and core ← evals ← conversions ← recipes, in every module."""
+"""Imports go one way, kernels and core ← evals ← conversions ← training ← recipes, in every module."""
 
 import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Each layer may import those before it. The command line stands above all and imports late.
-LAYERS = {"kernels": 0, "hf_sigmoid": 0, "hf_sigmoid/evals": 1, "conversions": 2, "recipes": 3}
+LAYERS = {"kernels": 0, "hf_sigmoid": 0, "hf_sigmoid/evals": 1, "conversions": 2}
+LAYERS |= {"hf_sigmoid/training": 3, "recipes": 4}
 ABOVE = {"hf_sigmoid/command_line.py"}
 
 
@@ -20,6 +21,7 @@ def imported(file: Path) -> list[str]:
         "hf_sigmoid.conversions": "conversions",
         "hf_sigmoid.evals": "hf_sigmoid/evals",
         "hf_sigmoid.kernels": "kernels",
+        "hf_sigmoid.training": "hf_sigmoid/training",
         "hf_sigmoid": "hf_sigmoid",
     }
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")} - {"kernels"}

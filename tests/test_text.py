@@ -14,7 +14,7 @@ import pytest
 import tiny_models
 import training_runs  # noqa: F401 (the recipes on the path)
 
-import data_sets  # isort: skip
+from hf_sigmoid.training import data_sets  # isort: skip
 from hf_sigmoid import text
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.text import sources

@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 
 import hf_sigmoid
 
-import checkpointing  # isort: skip
-import continue_pretrain  # isort: skip
-import held_out  # isort: skip
-import optimization  # isort: skip
-import packing  # isort: skip
-import run_config  # isort: skip
-import update  # isort: skip
-from errors import BadInput  # isort: skip
+from hf_sigmoid.training import checkpointing  # isort: skip
+from hf_sigmoid.training import train  # isort: skip
+from hf_sigmoid.training import held_out  # isort: skip
+from hf_sigmoid.training import optimization  # isort: skip
+from hf_sigmoid.training import packing  # isort: skip
+from hf_sigmoid.training import run_config  # isort: skip
+from hf_sigmoid.training import update  # isort: skip
+from hf_sigmoid.errors import BadInput  # isort: skip
 
 
 def test_bad_input_changes_nothing_on_disk(tiny, corpus_file, damaged, pickled, tmp_path):
@@ -66,7 +66,7 @@ def test_bad_input_changes_nothing_on_disk(tiny, corpus_file, damaged, pickled, 
         ({"output_dir": other, "resume": "none"}, "is not empty"),
     ]:
         with pytest.raises(BadInput) as error:
-            continue_pretrain.main(arguments(tiny, corpus_file, tmp_path / "out", **keys))
+            train.main(arguments(tiny, corpus_file, tmp_path / "out", **keys))
         assert words in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -125,7 +125,7 @@ def test_the_rate_warms_up_and_follows_a_cosine():
 @pytest.fixture(scope="module")
 def uninterrupted(tiny, corpus_file, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("uninterrupted") / "out"
-    assert continue_pretrain.main(arguments(tiny, corpus_file, out)) == out / "final"
+    assert train.main(arguments(tiny, corpus_file, out)) == out / "final"
     return out
 
 
@@ -153,7 +153,9 @@ import torch
 recipes, moment, threads, *argv = json.loads(sys.argv[1])
 sys.path.insert(0, recipes)
 torch.set_num_threads(threads)
-import checkpointing, continue_pretrain, run_log
+from hf_sigmoid.training import checkpointing
+from hf_sigmoid.training import train
+from hf_sigmoid.training import run_log
 
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 
@@ -181,8 +183,8 @@ if moment == "renaming": checkpointing.os.replace = die_renaming
 if moment == "full": run_log.RunLog.write = write_then_fill
 if moment == "training": run_log.RunLog.write = write_then_die
 if moment == "saving": checkpointing.sync_tree = die_saving
-import errors
-errors.run(lambda: continue_pretrain.main(argv))
+from hf_sigmoid.training import script
+script.run(lambda: train.main(argv))
 """
 
 
@@ -195,7 +197,7 @@ def test_a_killed_run_resumes_to_the_last_bit(tiny, corpus_file, uninterrupted, 
     assert not (tmp_path / "out" / "final").exists()
     assert checkpointing.latest(tmp_path / "out" / "checkpoints").step == 3
 
-    continue_pretrain.main(argv)
+    train.main(argv)
     assert losses(tmp_path / "out") == losses(uninterrupted)
     ours, theirs = (
         load_file(out / "final" / "model.safetensors") for out in (tmp_path / "out", uninterrupted)
@@ -206,7 +208,7 @@ def test_a_killed_run_resumes_to_the_last_bit(tiny, corpus_file, uninterrupted, 
 
 def signal_after(monkeypatch, step: int, *numbers: int) -> None:
     """This process gets signals once it has logged a step."""
-    write = continue_pretrain.RunLog.write
+    write = train.RunLog.write
 
     def write_and_ask(self, **values):
         write(self, **values)
@@ -214,7 +216,7 @@ def signal_after(monkeypatch, step: int, *numbers: int) -> None:
             for number in numbers:
                 os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(continue_pretrain.RunLog, "write", write_and_ask)
+    monkeypatch.setattr(train.RunLog, "write", write_and_ask)
 
 
 def test_sigterm_saves_and_the_run_goes_on(
@@ -222,12 +224,12 @@ def test_sigterm_saves_and_the_run_goes_on(
 ):
     argv = arguments(tiny, corpus_file, tmp_path, **{"checkpoint.every": 0})
     signal_after(monkeypatch, 3, signal.SIGTERM)
-    assert continue_pretrain.main(argv) is None
+    assert train.main(argv) is None
     assert "stopped by a signal" in capsys.readouterr().out
     # The signal of step 3 came after that step had asked all processes.
     assert checkpointing.latest(tmp_path / "checkpoints").step == len(losses(tmp_path)) == 4
     monkeypatch.undo()
-    assert continue_pretrain.main(argv) == tmp_path / "final"
+    assert train.main(argv) == tmp_path / "final"
     assert losses(tmp_path) == losses(uninterrupted)
 
 
@@ -236,11 +238,11 @@ def test_logit_control_is_resumed_with_the_norms_that_it_began_with(
 ):
     keys = {"optim.qk_tau": 0.5, "checkpoint.every": 0}
     whole, parts = (arguments(tiny, corpus_file, tmp_path / n, **keys) for n in ("whole", "parts"))
-    continue_pretrain.main(whole)
+    train.main(whole)
     signal_after(monkeypatch, 4, signal.SIGTERM)
-    assert continue_pretrain.main(parts) is None
+    assert train.main(parts) is None
     monkeypatch.undo()
-    continue_pretrain.main(parts)
+    train.main(parts)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     logs = [
         [
@@ -251,7 +253,7 @@ def test_logit_control_is_resumed_with_the_norms_that_it_began_with(
     ]
     assert logs[0] == logs[1] and logs[0][-1][0] < logs[0][-1][1]
     with pytest.raises(BadInput, match="expected a positive number or null, got 0"):
-        continue_pretrain.main([*whole, "optim.qk_tau=0"])
+        train.main([*whole, "optim.qk_tau=0"])
 
 
 def test_only_what_a_run_was_is_resumed(tiny, corpus_file, uninterrupted, capsys):
@@ -264,9 +266,9 @@ def test_only_what_a_run_was_is_resumed(tiny, corpus_file, uninterrupted, capsys
         ({"resume": "none"}, "is not empty"),
     ]:
         with pytest.raises(BadInput) as error:
-            continue_pretrain.main(arguments(tiny, corpus_file, uninterrupted, **keys))
+            train.main(arguments(tiny, corpus_file, uninterrupted, **keys))
         assert words in str(error.value)
-    continue_pretrain.main(arguments(tiny, corpus_file, uninterrupted))
+    train.main(arguments(tiny, corpus_file, uninterrupted))
     assert "already there" in capsys.readouterr().out
     assert (uninterrupted / "log.jsonl").read_text() == log
 
@@ -274,7 +276,7 @@ def test_only_what_a_run_was_is_resumed(tiny, corpus_file, uninterrupted, capsys
 def test_a_finished_model_is_replaced_only_by_its_continuation(tiny, corpus_file, tmp_path):
     def run(steps, **keys):
         keys = {"train.steps": steps, "checkpoint.every": 0, "optim.warmup_steps": 0} | keys
-        return continue_pretrain.main(arguments(tiny, corpus_file, tmp_path / "out", **keys))
+        return train.main(arguments(tiny, corpus_file, tmp_path / "out", **keys))
 
     def files():
         found = [p for p in sorted((tmp_path / "out").rglob("*")) if p.is_file()]
@@ -311,7 +313,7 @@ def test_a_run_that_diverges_says_where_to_go_back_to(tiny, corpus_file, tmp_pat
     keys = {"optim.lr": 1e30, "optim.warmup_steps": 0, "checkpoint.every": every}
     match = r"step 4: loss .* the 3\. step in a row .* it changed no weight"
     with pytest.raises(FloatingPointError, match=match) as error:
-        continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **keys))
+        train.main(arguments(tiny, corpus_file, tmp_path, **keys))
     if every:
         says = (
             f"The last checkpoint is {tmp_path / 'checkpoints/step_00000003'}, and holds the very"
@@ -327,7 +329,7 @@ def test_weights_that_are_not_finite_are_never_written(tiny, corpus_file, tmp_pa
     keys = {"optim.lr": 3e37, "optim.weight_decay": 1e3, "optim.min_lr_ratio": 1}
     keys |= {"optim.warmup_steps": 0, "train.steps": 1, "checkpoint.every": every}
     with pytest.raises(FloatingPointError, match=r"step 1: .*weight is not finite any more"):
-        continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **keys))
+        train.main(arguments(tiny, corpus_file, tmp_path, **keys))
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -351,7 +353,7 @@ def test_the_loss_does_not_depend_on_how_a_batch_is_divided(without_dropout, cor
         return arguments(without_dropout, corpus_file, tmp_path / f"{world}x{accumulation}", **keys)
 
     for accumulation in (1, 2, 4):
-        continue_pretrain.main(job(1, accumulation))
+        train.main(job(1, accumulation))
     work([({}, job(2, accumulation), 0) for accumulation in (1, 2, 4)], processes=2)
     rows = {
         out.name: [[line[k] for k in ("loss", "grad_norm", "tokens")] for line in lines(out)]
@@ -365,7 +367,7 @@ def test_the_loss_does_not_depend_on_how_a_batch_is_divided(without_dropout, cor
 def test_row_numbers_train_under_bf16_and_checkpointing(tiny, corpus_file, tmp_path):
     keys = {"attn": "ssmax", "train.precision": "bf16", "train.gradient_checkpointing": "true"}
     argv = arguments(tiny, corpus_file, tmp_path, **keys, **{"train.steps": 3})
-    continue_pretrain.main(argv)
+    train.main(argv)
     weights = load_file(tmp_path / "final" / "model.safetensors")
     slopes = [tensor for name, tensor in weights.items() if "log_length.slope" in name]
     assert len(slopes) == 2
@@ -382,7 +384,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1  # of the same size: only the hash can tell
     weights.write_bytes(content)
-    continue_pretrain.main(arguments(tiny, corpus_file, out))
+    train.main(arguments(tiny, corpus_file, out))
     warned = capfd.readouterr()
     assert "step_00000009 is damaged: model/model.safetensors has changed" in warned.err
     assert "resuming after step 6" in warned.out
@@ -394,7 +396,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     for folder in (out / "checkpoints").glob("step_*"):
         (folder / "optimizer.safetensors").unlink()
     with pytest.raises(BadInput, match="all of 2 checkpoints are damaged"):
-        continue_pretrain.main(arguments(tiny, corpus_file, out))
+        train.main(arguments(tiny, corpus_file, out))
     assert "optimizer.safetensors is missing" in capfd.readouterr().err
 
 
@@ -408,7 +410,7 @@ WATCHED = {
 def watched(tiny, corpus_file, tmp_path_factory) -> Path:
     """A run of ssmax that is evaluated, with its plots."""
     out = tmp_path_factory.mktemp("watched") / "out"
-    continue_pretrain.main(["--plot", *arguments(tiny, corpus_file, out, attn="ssmax", **WATCHED)])
+    train.main(["--plot", *arguments(tiny, corpus_file, out, attn="ssmax", **WATCHED)])
     return out
 
 
@@ -473,12 +475,12 @@ def test_a_signal_during_evaluation_saves_and_the_evaluation_is_made_up_for(
         return score(*given)
 
     monkeypatch.setattr(held_out, "_summed_loss", score_and_ask)
-    assert continue_pretrain.main(argv) is None
+    assert train.main(argv) is None
     assert len(calls) == 8  # it did not measure to the end
     monkeypatch.undo()
     assert checkpointing.latest(tmp_path / "out" / "checkpoints").step == 6
     assert len(losses(tmp_path / "out")) == 5
-    continue_pretrain.main(argv)
+    train.main(argv)
     assert measured(tmp_path / "out") == measured(watched)
 
 
@@ -499,7 +501,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
     # Two micro-batches a step: the second of step 3, the first of step 5.
     not_finite_in(monkeypatch, 6, 9)
     keys = {"checkpoint.every": 1, "checkpoint.keep": 9, "train.steps": 6}
-    continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **keys))
+    train.main(arguments(tiny, corpus_file, tmp_path, **keys))
     log = lines(tmp_path)
     assert [line["loss"] is None for line in log] == [s in (3, 5) for s in range(1, 7)]
     assert [line["skipped"] for line in log] == [0, 0, 1, 1, 2, 2]
@@ -527,7 +529,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_too(tiny, corpus_file, tmp_pat
         return value
 
     monkeypatch.setattr(update, "_summed_cross_entropy", broken)
-    continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **{"train.steps": 3}))
+    train.main(arguments(tiny, corpus_file, tmp_path, **{"train.steps": 3}))
     assert [line["grad_norm"] is None for line in lines(tmp_path)] == [False, True, False]
 
 
@@ -536,11 +538,11 @@ def test_skipped_steps_are_counted_over_a_resume(tiny, corpus_file, tmp_path, mo
     not_finite_in(monkeypatch, 5)
     argv = arguments(tiny, corpus_file, tmp_path, **keys)
     signal_after(monkeypatch, 2, signal.SIGTERM)
-    assert continue_pretrain.main(argv) is None
+    assert train.main(argv) is None
     monkeypatch.undo()
     not_finite_in(monkeypatch, 1)
     with pytest.raises(FloatingPointError, match=r"step 4: .* the 2\. step in a row"):
-        continue_pretrain.main(argv)
+        train.main(argv)
 
 
 @pytest.mark.parametrize(
@@ -558,11 +560,11 @@ def test_skipped_steps_are_counted_over_a_resume(tiny, corpus_file, tmp_path, mo
 def test_every_way_to_train_resumes_to_the_last_bit(tiny, corpus_file, tmp_path, keys, monkeypatch):
     keys = {"attn": "ssmax", "train.steps": 6, "checkpoint.every": 0, **keys}
     whole, parts = (tmp_path / name for name in ("whole", "parts"))
-    final = continue_pretrain.main(arguments(tiny, corpus_file, whole, **keys))
+    final = train.main(arguments(tiny, corpus_file, whole, **keys))
     signal_after(monkeypatch, 2, signal.SIGTERM)
-    assert continue_pretrain.main(arguments(tiny, corpus_file, parts, **keys)) is None
+    assert train.main(arguments(tiny, corpus_file, parts, **keys)) is None
     monkeypatch.undo()
-    continue_pretrain.main(arguments(tiny, corpus_file, parts, **keys))
+    train.main(arguments(tiny, corpus_file, parts, **keys))
     assert measured(parts) == measured(whole)
     ours, theirs = (load_file(out / "final" / "model.safetensors") for out in (parts, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
@@ -591,7 +593,7 @@ def test_adapters_are_saved_with_the_row_numbers_and_know_their_conversion(
     import hf_sigmoid
 
     keys = {"attn": "ssmax", "lora.rank": 4, "train.steps": 4, "optim.log_length_lr": 0.1}
-    final = continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **keys))
+    final = train.main(arguments(tiny, corpus_file, tmp_path, **keys))
     checkpoint = tmp_path / "checkpoints" / "step_00000003" / "model"
     assert not (checkpoint / "model.safetensors").exists()
     saved = load_file(final / "adapter" / "adapter_model.safetensors")
@@ -620,7 +622,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
     assert "step_00000006 could not be written" in said and "Traceback" not in ended.stderr
     names = [p.name for p in (tmp_path / "out" / "checkpoints").iterdir()]
     assert names == ["step_00000003"]
-    continue_pretrain.main(argv)
+    train.main(argv)
     assert losses(tmp_path / "out") == losses(uninterrupted)
 
 
@@ -629,21 +631,21 @@ def test_a_disk_without_room_is_refused_before_the_model_loads(
 ):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 10**5))
     with pytest.raises(BadInput, match=r"output_dir .* needs 0\.00 GB, there are 0\.00 GB"):
-        continue_pretrain.main(arguments(tiny, corpus_file, tmp_path / "out"))
+        train.main(arguments(tiny, corpus_file, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
 def test_an_epoch_is_as_many_steps_as_its_tokens_fill(tiny, corpus_file, tmp_path):
     keys = {"train.steps": "null", "train.epochs": 0.5, "checkpoint.every": 0}
-    continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **keys))
+    train.main(arguments(tiny, corpus_file, tmp_path, **keys))
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     rows = [json.loads(line)["text"] for line in Path(corpus_file).read_text().splitlines()]
     tokens = sum(len(tokenizer(text).input_ids) + 1 for text in rows)
     steps = -(-tokens // (2 * 4 * BLOCK))
     assert len(losses(tmp_path)) == steps
-    continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **keys))  # already there
+    train.main(arguments(tiny, corpus_file, tmp_path, **keys))  # already there
     with pytest.raises(BadInput, match=f"at most the {steps} steps"):
-        continue_pretrain.main(
+        train.main(
             arguments(tiny, corpus_file, tmp_path / "b", **keys, **{"optim.warmup_steps": 99})
         )
 
@@ -655,9 +657,7 @@ def test_a_fused_projection_has_no_rate_of_its_own(tmp_path, corpus_file):
     tiny_models.build("gpt2").save_pretrained(tmp_path / "model")
     keys = {"optim.qk_lr_scale": 0.5, "train.block_size": 12}
     with pytest.raises(BadInput, match=r"optim\.qk_lr_scale: .*c_attn"):
-        continue_pretrain.main(
-            arguments(str(tmp_path / "model"), corpus_file, tmp_path / "out", **keys)
-        )
+        train.main(arguments(str(tmp_path / "model"), corpus_file, tmp_path / "out", **keys))
 
 
 def test_values_reach_tensorboard_once_each_over_a_resume(tiny, corpus_file, tmp_path, monkeypatch):
@@ -665,18 +665,18 @@ def test_values_reach_tensorboard_once_each_over_a_resume(tiny, corpus_file, tmp
 
     keys = {"log.trackers": "[tensorboard]", "train.steps": 5, **WATCHED, "checkpoint.every": 2}
     argv = arguments(tiny, corpus_file, tmp_path / "out", attn="ssmax", **keys)
-    write = continue_pretrain.RunLog.write
+    write = train.RunLog.write
 
     def write_and_fail(self, **values):
         write(self, **values)
         if values["step"] == 4:
             raise KeyboardInterrupt  # after it was logged here, before there is a checkpoint
 
-    monkeypatch.setattr(continue_pretrain.RunLog, "write", write_and_fail)
+    monkeypatch.setattr(train.RunLog, "write", write_and_fail)
     with pytest.raises(KeyboardInterrupt):
-        continue_pretrain.main(argv)
+        train.main(argv)
     monkeypatch.undo()
-    continue_pretrain.main(argv)
+    train.main(argv)
     events = EventAccumulator(str(tmp_path / "out" / "hf-sigmoid"))
     events.Reload()
     logged = [(event.step, event.value) for event in events.Scalars("loss")]
@@ -686,19 +686,17 @@ def test_values_reach_tensorboard_once_each_over_a_resume(tiny, corpus_file, tmp
 
 
 def test_a_tracker_that_is_not_installed_is_named(tiny, corpus_file, tmp_path, monkeypatch):
-    import trackers
+    from hf_sigmoid.training import trackers
 
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match="wandb is not installed"):
-        continue_pretrain.main(
-            arguments(tiny, corpus_file, tmp_path / "out", **{"log.trackers": "[wandb]"})
-        )
+        train.main(arguments(tiny, corpus_file, tmp_path / "out", **{"log.trackers": "[wandb]"}))
 
 
 @pytest.mark.parametrize("keys", [{}, {"lora.rank": 2}, {"optim.optimizer": "muon"}], ids=str)
 def test_a_dry_run_says_what_would_be_done(tiny, corpus_file, tmp_path, capsys, keys):
     argv = arguments(tiny, corpus_file, tmp_path / "out", attn="ssmax", **keys)
-    continue_pretrain.main(["--dry-run", *argv])
+    train.main(["--dry-run", *argv])
     printed = capsys.readouterr().out
     for words in (
         "LlamaForCausalLM, attention ssmax, one process", "40 documents", "log_length",
@@ -711,7 +709,7 @@ def test_a_dry_run_says_what_would_be_done(tiny, corpus_file, tmp_path, capsys, 
 
 def test_qk_clip_needs_logits_that_are_seen(tiny, corpus_file, tmp_path):
     with pytest.raises(BadInput, match=r"optim\.qk_clip: expected attn sigmoid or ssmax, got sdpa"):
-        continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **{"optim.qk_clip": 9}))
+        train.main(arguments(tiny, corpus_file, tmp_path, **{"optim.qk_clip": 9}))
 
 
 def test_a_run_that_is_killed_at_random_moments_is_the_run_that_was_not(monkeypatch):
@@ -747,7 +745,7 @@ def test_a_checkpoint_that_is_replaced_is_there_at_every_moment(
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     names = sorted(p.name for p in (out / "checkpoints").iterdir())
     assert names == ["replaced_step_00000006", "step_00000006.tmp"]
-    continue_pretrain.main(argv)
+    train.main(argv)
     assert losses(out) == losses(uninterrupted)
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
         "step_00000006", "step_00000009"
@@ -757,7 +755,7 @@ def test_a_checkpoint_that_is_replaced_is_there_at_every_moment(
 def test_signals_may_come_more_than_once(tiny, corpus_file, tmp_path, monkeypatch):
     signal_after(monkeypatch, 2, signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1)
     argv = arguments(tiny, corpus_file, tmp_path, **{"checkpoint.every": 0})
-    assert continue_pretrain.main(argv) is None
+    assert train.main(argv) is None
     assert checkpointing.latest(tmp_path / "checkpoints").step == 3
 
 
@@ -766,16 +764,16 @@ def test_two_runs_do_not_write_into_one_folder(tiny, corpus_file, tmp_path):
 
     lock = RunLock(tmp_path)
     with pytest.raises(BadInput, match="another process is writing into it"):
-        continue_pretrain.main(arguments(tiny, corpus_file, tmp_path))
+        train.main(arguments(tiny, corpus_file, tmp_path))
     lock.release()
-    continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **{"train.steps": 1}))
+    train.main(arguments(tiny, corpus_file, tmp_path, **{"train.steps": 1}))
 
 
 def test_a_held_out_loss_that_is_not_a_number_is_null(tiny, corpus_file, tmp_path, monkeypatch):
     values = iter([(9e9, 1.0), (float("nan"), 1.0), (float("inf"), 1.0)])
     monkeypatch.setattr(held_out, "_summed_loss", lambda *given: next(values))
     keys = {"evaluate.path": "builtin", "evaluate.every": 1, "evaluate.windows": 1}
-    continue_pretrain.main(arguments(tiny, corpus_file, tmp_path, **keys, **{"train.steps": 2}))
+    train.main(arguments(tiny, corpus_file, tmp_path, **keys, **{"train.steps": 2}))
     text = (tmp_path / "log.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
     assert [line["held_out"]["builtin"] for line in lines(tmp_path)] == [None, None]
@@ -783,7 +781,7 @@ def test_a_held_out_loss_that_is_not_a_number_is_null(tiny, corpus_file, tmp_pat
 
 def test_nothing_that_is_left_names_a_place_on_this_machine(tiny, corpus_file, tmp_path):
     keys = {"attn": "ssmax", "lora.rank": 2, "train.steps": 2}
-    final = continue_pretrain.main(arguments(tiny, corpus_file, tmp_path / "out", **keys))
+    final = train.main(arguments(tiny, corpus_file, tmp_path / "out", **keys))
     for file in final.rglob("*"):
         if file.suffix in (".json", ".md"):
             assert str(Path(tiny).parent) not in file.read_text(), file
@@ -796,25 +794,25 @@ def test_a_run_goes_on_only_from_what_it_began_with(tiny, corpus_file, tmp_path)
     shutil.copytree(tiny, model)
     keys = {"attn": "ssmax", "lora.rank": 2, "train.steps": 3}
     argv = arguments(str(model), corpus_file, out, **keys)
-    continue_pretrain.main(argv)
+    train.main(argv)
     more = [*argv, "train.steps=4"]
     (out / "log.jsonl").rename(out / "log.kept")
     with pytest.raises(BadInput, match=r"log\.jsonl: expected a line of each step from 1 to 3"):
-        continue_pretrain.main(more)
+        train.main(more)
     (out / "log.kept").rename(out / "log.jsonl")
 
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"] += 1
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadInput, match="its weights has changed since"):
-        continue_pretrain.main(more)
+        train.main(more)
     shutil.copy(Path(tiny) / "model.safetensors", model)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(BadInput, match="its tokenizer has changed since"):
-        continue_pretrain.main(more)
+        train.main(more)
 
 
 @pytest.fixture(scope="module")
@@ -834,14 +832,14 @@ def experts(tiny, tmp_path_factory) -> str:
 
 def test_a_mixture_of_experts_trains_under_control(experts, corpus_file, tmp_path):
     keys = {"attn": "ssmax", "optim.qk_tau": 1, "optim.qk_clip": 5, "train.steps": 3}
-    continue_pretrain.main(["--dry-run", *arguments(experts, corpus_file, tmp_path, **keys)])
-    continue_pretrain.main(arguments(experts, corpus_file, tmp_path, **keys))
+    train.main(["--dry-run", *arguments(experts, corpus_file, tmp_path, **keys)])
+    train.main(arguments(experts, corpus_file, tmp_path, **keys))
     assert losses(tmp_path)[-1] < losses(tmp_path)[0]
 
 
 def test_operations_are_those_that_are_done(tiny, experts):
     """By hand: every weight that multiplies, six a token; packed rows see their document only."""
-    from speed import Speed
+    from hf_sigmoid.training.speed import Speed
 
     model = AutoModelForCausalLM.from_pretrained(tiny)
     speed = Speed(model, torch.device("cpu"), "fp32")
@@ -874,7 +872,7 @@ def test_an_adapter_is_merged_by_the_command_line_as_at_the_end_of_its_run(
     AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="ssmax").save_pretrained(base)
     AutoTokenizer.from_pretrained(tiny).save_pretrained(base)
     keys = {"lora.rank": 4, "train.steps": 3, "optim.log_length_lr": 0.1}
-    final = continue_pretrain.main(arguments(str(base), corpus_file, tmp_path / "out", **keys))
+    final = train.main(arguments(str(base), corpus_file, tmp_path / "out", **keys))
     merged = tmp_path / "merged"
     assert not hf_sigmoid_main(["merge", str(final / "adapter"), str(merged), "--base", str(base)])
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (merged, final))

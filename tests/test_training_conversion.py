@@ -20,7 +20,7 @@ from hf_sigmoid.conversions.training import convert_training
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
-import continue_pretrain  # noqa: E402
+from hf_sigmoid.training import train  # noqa: E402
 
 SMALL = {"window": 32, "windows": 6, "progress": False}
 
@@ -44,7 +44,7 @@ def corpus_file(tmp_path_factory) -> str:
 def run(source, corpus_file, tmp_path_factory) -> Path:
     """Eight steps of softmax training, every fourth kept."""
     out = tmp_path_factory.mktemp("run") / "out"
-    continue_pretrain.main(
+    train.main(
         [f"model={source}", f"output_dir={out}", f"data.path={corpus_file}", "train.steps=8",
          "train.block_size=32", "train.batch_size=4", "optim.lr=3e-3", "optim.log_length_lr=0",
          "checkpoint.every=4"]
@@ -63,7 +63,7 @@ def test_a_run_goes_on_as_ssmax_where_softmax_stopped(run, tmp_path):
     target = tmp_path / "ssmax"
     convert_training(run / "checkpoints" / "step_00000004", target, "ssmax", **SMALL)
     assert len(losses(target)) == 4
-    continue_pretrain.main(["--config", str(target / "config.yaml"), f"output_dir={target}"])
+    train.main(["--config", str(target / "config.yaml"), f"output_dir={target}"])
     assert losses(target) == pytest.approx(losses(run), rel=1e-5)
     model = AutoModelForCausalLM.from_pretrained(target / "final")
     assert model.config._attn_implementation == "ssmax"
@@ -87,7 +87,7 @@ def test_row_numbers_start_fresh_and_train_in_a_converted_run(run, tmp_path):
     config = config.replace("log_length_lr: 0.0", "log_length_lr: 0.01")
     (target / "config.yaml").write_text(config)
     start = load_file(target / "checkpoints" / "step_00000004" / "model" / "model.safetensors")
-    continue_pretrain.main(["--config", str(target / "config.yaml"), f"output_dir={target}"])
+    train.main(["--config", str(target / "config.yaml"), f"output_dir={target}"])
     end = load_file(target / "final" / "model.safetensors")
     assert not any(torch.equal(start[name], end[name]) for name in end if "log_length" in name)
     last = load_file(target / "checkpoints" / "step_00000008" / "optimizer.safetensors")

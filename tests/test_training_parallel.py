@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from training_runs import RECIPES, arguments, launch, losses, work
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import checkpointing  # isort: skip
-import continue_pretrain  # isort: skip
-import parallel  # isort: skip
-from errors import BadInput  # isort: skip
+from hf_sigmoid.training import checkpointing  # isort: skip
+from hf_sigmoid.training import train  # isort: skip
+from hf_sigmoid.training import parallel  # isort: skip
+from hf_sigmoid.errors import BadInput  # isort: skip
 
 # With what `accelerate config` writes besides: loading on one process alone is accelerate's way.
 FSDP = {
@@ -83,7 +83,7 @@ def test_a_divided_run_is_the_run_of_one_process_and_resumes(
 ):
     model = without_dropout(tiny, tmp_path / "model", tied=tied)
     alone = tmp_path / "alone"
-    continue_pretrain.main(arguments(model, corpus_file, alone, **KEYS, **WHOLE))
+    train.main(arguments(model, corpus_file, alone, **KEYS, **WHOLE))
     ways = {name: way for name, way in WAYS.items() if way[1] == processes}
     jobs = [
         (environment, arguments(model, corpus_file, tmp_path / name, **KEYS, **keys), 4)
@@ -111,9 +111,7 @@ def test_a_whole_state_fits_every_layout_and_a_sharded_one_its_own(
     keys = {"attn": "ssmax", "train.steps": 4, "checkpoint.every": 2, "data.streams": 2}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     launch(arguments(tiny, corpus_file, whole, **keys, **DIVIDED), **FSDP)
-    continue_pretrain.main(
-        arguments(tiny, corpus_file, whole, **{**keys, "train.steps": 5}, **WHOLE)
-    )
+    train.main(arguments(tiny, corpus_file, whole, **{**keys, "train.steps": 5}, **WHOLE))
     assert "resuming after step 4" in capsys.readouterr().out and len(losses(whole)) == 5
 
     sharded = {**keys, "checkpoint.state": "sharded"}
@@ -124,9 +122,7 @@ def test_a_whole_state_fits_every_layout_and_a_sharded_one_its_own(
     with pytest.raises(
         BadInput, match=r"sharded state: expected the layout .* FSDP2 2, got one pro"
     ):
-        continue_pretrain.main(
-            arguments(tiny, corpus_file, parts, **{**keys, "train.steps": 5}, **WHOLE)
-        )
+        train.main(arguments(tiny, corpus_file, parts, **{**keys, "train.steps": 5}, **WHOLE))
 
 
 def test_a_signal_to_one_process_saves_the_same_step_of_all(tiny, corpus_file, tmp_path):

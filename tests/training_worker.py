@@ -16,8 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
-import run_config
-from continue_pretrain import Training
+from hf_sigmoid.training import run_config
+from hf_sigmoid.training.train import Training
 
 
 def main() -> None:

@@ -11,13 +11,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import data_sets
-import text_files
-from errors import BadInput
-
 from hf_sigmoid import text
+from hf_sigmoid.errors import BadInput
 from hf_sigmoid.text.documents import REFUSE, REPLACE, Reading
 from hf_sigmoid.text.formats import find, format_of, title
+from hf_sigmoid.training import data_sets, text_files
 
 BUILTIN = "builtin"
 SAMPLED = 10_000  # documents whose text is in the fingerprint of a larger source

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from errors import BadInput
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -24,7 +23,8 @@ from transformers.modeling_utils import AttentionInterface
 from hf_sigmoid import attention as transformers_attention
 from hf_sigmoid import masks, parameters
 from hf_sigmoid.conversions import folding, revert
-from hf_sigmoid.heads import is_projection
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.logit_control.heads import is_projection
 
 FUNCTION = "hf_sigmoid_distillation"  # the attention function of both models meanwhile
 SCALES = "head_scales"

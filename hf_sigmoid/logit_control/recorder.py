@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_sigmoid import parameters
 from hf_sigmoid.attention import MAXIMA
-from hf_sigmoid.blocks import plain_name
+from hf_sigmoid.logit_control.blocks import plain_name
 from hf_sigmoid.shards import head_part
 
 

@@ -3,18 +3,8 @@
 import math
 from typing import Any
 
-import optimization
-import parallel
 import torch
-import trackers
-import trained
 from accelerate.utils import set_seed
-from errors import BadInput
-from held_out import HeldOut
-from logit_control import LogitControl
-from loop import Loop
-from packing import documents_leak
-from speed import Speed
 from tqdm import tqdm
 from transformers import AutoConfig
 
@@ -22,6 +12,7 @@ import hf_sigmoid
 from hf_sigmoid.configuration import find_section
 from hf_sigmoid.context_parallel import check_model
 from hf_sigmoid.embedded import checkpoint as resolve
+from hf_sigmoid.errors import BadInput
 from hf_sigmoid.loading import (
     check_weights,
     load,
@@ -31,6 +22,12 @@ from hf_sigmoid.loading import (
     weights_print,
 )
 from hf_sigmoid.shards import reshard
+from hf_sigmoid.training import optimization, parallel, trackers, trained
+from hf_sigmoid.training.held_out import HeldOut
+from hf_sigmoid.training.logit_control import LogitControl
+from hf_sigmoid.training.loop import Loop
+from hf_sigmoid.training.packing import documents_leak
+from hf_sigmoid.training.speed import Speed
 
 
 class Prepared(Loop):

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from errors import BadInput
-from run_keys import BELOW, CHOICES, LEAST, MOST, POSITIVE, Data, Distil, Run
+
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.training.run_keys import BELOW, CHOICES, LEAST, MOST, POSITIVE, Data, Distil, Run
 
 
 def load(file: str | os.PathLike | None, overrides: list[str], kind: type = Run) -> Any:

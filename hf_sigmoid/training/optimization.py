@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from parallel import local
-from run_keys import Run
+
+from hf_sigmoid.training.parallel import local
+from hf_sigmoid.training.run_keys import Run
 
 QUERY_KEY = "qk"
 

@@ -5,9 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import checkpointing
-import resuming
-import run_config
 from huggingface_hub import ModelCardData
 
 from hf_sigmoid import embedded
@@ -17,6 +14,7 @@ from hf_sigmoid.conversions.companions import copy_companions
 from hf_sigmoid.conversions.folding import FILE as FOLDED
 from hf_sigmoid.conversions.revert import REPORT
 from hf_sigmoid.registration import FUNCTIONS
+from hf_sigmoid.training import checkpointing, resuming, run_config
 
 ADAPTER = "adapter"
 PLACES = ("model", "output_dir", "data.path", "data.dataset", "data.mixture", "evaluate.path")

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from checkpointing import Failed, write_text
-from errors import BadInput
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.training.checkpointing import Failed, write_text
 
 
 class RunLog:

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import checkpointing
-from errors import BadInput
-from run_config import flat
-from run_keys import Run
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.training import checkpointing
+from hf_sigmoid.training.run_config import flat
+from hf_sigmoid.training.run_keys import Run
 
 FILE = "trackers.json"  # what a resumed run needs to go on in the same place
 

@@ -19,7 +19,8 @@ from math import ceil
 from typing import Any, Protocol
 
 import torch
-from reading_order import DocumentReader, Epochs, ShardReader, parts_of
+
+from hf_sigmoid.training.reading_order import DocumentReader, Epochs, ShardReader, parts_of
 
 IGNORED = -100  # what cross_entropy leaves out
 

@@ -7,10 +7,9 @@ import sys
 import time
 from collections.abc import Callable
 
-import stop_signal
-
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.terminal import show_anything
+from hf_sigmoid.training import stop_signal
 
 
 def run(main: Callable[[], object]) -> None:

@@ -3,14 +3,11 @@
 import json
 from pathlib import Path
 
-import checkpointing
-import run_config
-import run_log
-from errors import BadInput
-from run_keys import Distil, Run
-
 from hf_sigmoid import output_folder
+from hf_sigmoid.errors import BadInput
 from hf_sigmoid.run_lock import RunLock
+from hf_sigmoid.training import checkpointing, run_config, run_log
+from hf_sigmoid.training.run_keys import Distil, Run
 
 CHECKPOINTS, FINAL, CONFIG, LOG = "checkpoints", "final", "config.yaml", "log.jsonl"
 RECORD = "training.json"  # in the final model's folder: how it was trained

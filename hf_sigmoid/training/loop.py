@@ -6,20 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkpointing
-import corpus
-import parallel
-import resuming
 import torch
-from errors import BadInput
-from packing import Packer, streams_of
-from run_log import finite
-from stop_signal import StopSignal
 from tqdm import tqdm
 
 from hf_sigmoid import output_folder
+from hf_sigmoid.errors import BadInput
 from hf_sigmoid.loading import load_tokenizer, max_positions, tokenizer_print
 from hf_sigmoid.run_lock import RunLock
+from hf_sigmoid.training import checkpointing, corpus, parallel, resuming
+from hf_sigmoid.training.packing import Packer, streams_of
+from hf_sigmoid.training.run_log import finite
+from hf_sigmoid.training.stop_signal import StopSignal
 
 GO_ON = "the same command goes on from there"
 

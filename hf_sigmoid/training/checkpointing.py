@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from errors import BadInput
-from parallel import local, whole
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_sigmoid.conversions.training import file_sha256
+from hf_sigmoid.errors import BadInput
 from hf_sigmoid.parameters import divided_like
+from hf_sigmoid.training.parallel import local, whole
 
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from errors import BadInput
-from run_keys import Lora, Run
 from transformers.pytorch_utils import Conv1D
 
 from hf_sigmoid import parameters
+from hf_sigmoid.errors import BadInput
 from hf_sigmoid.parameters import HOLDER
+from hf_sigmoid.training.run_keys import Lora, Run
 
 
 def check(run: Run) -> None:

@@ -1,7 +1,7 @@
 """Logit control in a training run: the rates of W_Q and W_K, QK-clip, and a look at attention.
 
-What each does is in `hf_sigmoid.optim` and `hf_sigmoid.monitor`; here they get their moments in a
-step and their place in a checkpoint.
+What each does is in the package `hf_sigmoid.logit_control`; here they get their moments in a step
+and their place in a checkpoint.
 """
 
 import warnings
@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from errors import BadInput
-from run_keys import Optim, Run
 from safetensors.torch import load_file, save_file
 
-from hf_sigmoid import monitor, text
-from hf_sigmoid.blocks import plain_name
+from hf_sigmoid import text
 from hf_sigmoid.conversions.compare import token_windows
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.logit_control import monitor
+from hf_sigmoid.logit_control.blocks import plain_name
 from hf_sigmoid.optim import Heads, QKClip, QuacK, find_heads
 from hf_sigmoid.parameters import FUNCTIONS, attention_modules
+from hf_sigmoid.training.run_keys import Optim, Run
 
 FILE = "logit_control.safetensors"  # in a checkpoint
 PROBE = 128  # tokens of the batch whose logits are followed

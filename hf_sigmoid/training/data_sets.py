@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import text_files
-from arrow_rows import Rows, Shards, first_line
-from errors import BadInput
 
+from hf_sigmoid.errors import BadInput
 from hf_sigmoid.text import formats
 from hf_sigmoid.text.documents import REFUSE, REPLACE, Reading, check_parquet, documents
+from hf_sigmoid.training import text_files
+from hf_sigmoid.training.arrow_rows import Rows, Shards, first_line
 
 _COLUMNS = ".parquet"
 _PARSED = 1  # the next number where `documents` reads another text of a file: what is cached is old

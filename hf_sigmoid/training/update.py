@@ -6,16 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import optimization
-import parallel
 import torch
 from accelerate.utils import set_seed
-from loop import merged
-from packing import IGNORED, predicted_tokens, step_batches
-from prepared import Prepared
 
 from hf_sigmoid.context_parallel import context_parallel, split
 from hf_sigmoid.shards import reshard
+from hf_sigmoid.training import optimization, parallel
+from hf_sigmoid.training.loop import merged
+from hf_sigmoid.training.packing import IGNORED, predicted_tokens, step_batches
+from hf_sigmoid.training.prepared import Prepared
 
 
 class Update(Prepared):

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import text_files
-from errors import BadInput
 
+from hf_sigmoid.errors import BadInput
 from hf_sigmoid.text.documents import Reading, in_column
+from hf_sigmoid.training import text_files
 
 # pandas and pyarrow raise these for files that are not what they are called; a broken connection
 # is an OSError and no mistake of the corpus.

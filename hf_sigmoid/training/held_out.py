@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from errors import BadInput
-from run_keys import Watch
 
 from hf_sigmoid import text
 from hf_sigmoid.conversions.compare import token_windows
 from hf_sigmoid.conversions.haystack import Haystack
 from hf_sigmoid.conversions.needles import prompts, score_answers
+from hf_sigmoid.errors import BadInput
 from hf_sigmoid.text.formats import title
 from hf_sigmoid.text.sources import joined
+from hf_sigmoid.training.run_keys import Watch
 
 BUILTIN = "builtin"
 

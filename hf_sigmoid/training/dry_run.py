@@ -4,12 +4,12 @@ import copy
 import time
 from typing import Any
 
-import optimization
 import torch
-from packing import step_batches
-from run_keys import Run
 
 from hf_sigmoid.loading import from_config
+from hf_sigmoid.training import optimization
+from hf_sigmoid.training.packing import step_batches
+from hf_sigmoid.training.run_keys import Run
 
 LAYERS = 2
 

@@ -8,9 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import errors
-import run_log
-from errors import BadInput
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.training import run_log, script
 
 FOLDER = "plots"
 
@@ -177,4 +176,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    script.run(main)

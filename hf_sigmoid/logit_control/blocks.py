@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_sigmoid import parameters
-from hf_sigmoid.heads import one_call, written_by
+from hf_sigmoid.logit_control.heads import one_call, written_by
 
 # What wrappers add to the names of a model's modules: DDP, torch.compile, PEFT, checkpointing.
 WRAPPERS = {

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import parallel
-from reading_order import permutation
+from hf_sigmoid.training import parallel
+from hf_sigmoid.training.reading_order import permutation
 
 COUNTED = 1_000_000  # characters of a source that are encoded to know, or to guess, its tokens
 A_DOCUMENT = 100  # characters that take as long as a document does apart from its own

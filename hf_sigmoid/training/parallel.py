@@ -24,8 +24,9 @@ from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
 )
-from errors import BadInput
 from transformers.distributed.configuration_utils import DistributedConfig
+
+from hf_sigmoid.errors import BadInput
 
 PATIENCE = timedelta(hours=6)  # of processes that wait for each other
 SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

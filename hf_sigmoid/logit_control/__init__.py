@@ -1,0 +1,1 @@
+"""Control and measurement of attention logits, head by head, while a model trains."""

@@ -1,0 +1,1 @@
+"""Training and distillation of language models: what `recipes/` and `hf-sigmoid train` run."""
