@@ -17,17 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_sigmoid import attention, functional, masks, support
 from hf_sigmoid.attention import Call
 from hf_sigmoid.conversions import models, reading
 from hf_sigmoid.parameters import LogLength
+from hf_sigmoid.replace_attention import standing_in
 
 Batch = Tensor | dict[str, Tensor]
-
-_RECORDER = "hf_sigmoid_recorder"  # the attention function's name while a model is being calibrated
 
 
 @dataclass
@@ -201,21 +199,13 @@ def _recording(
         output = note(names[module], attention.read("softmax", module, *args, **kwargs))
         return output.transpose(1, 2).contiguous(), None
 
-    configs = list(support.configs(inner))
-    before, training = [config._attn_implementation for config in configs], model.training
-    AttentionInterface.register(_RECORDER, recorder)
-    AttentionMaskInterface.register(_RECORDER, masks.interval_mask)
+    training = model.training
     try:
-        for config in configs:
-            config._attn_implementation_internal = _RECORDER
         model.eval()
-        yield
+        with standing_in(support.configs(inner), recorder, masks.interval_mask):
+            yield
     finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
         model.train(training)
-        AttentionInterface._global_mapping.pop(_RECORDER)
-        AttentionMaskInterface._global_mapping.pop(_RECORDER)
 
 
 class NormalEquations:

@@ -11,8 +11,8 @@ from hf_sigmoid.checkpoint_files import files_sha256, weights_of
 from hf_sigmoid.conversions.models import find_part, model_class
 from hf_sigmoid.conversions.plan import check_config, check_init, parse_layers
 from hf_sigmoid.conversions.reading import check_reads_text
+from hf_sigmoid.files import existing_parent
 from hf_sigmoid.layer_types import layer_count
-from hf_sigmoid.output_folder import existing_parent
 
 
 def check_arguments(

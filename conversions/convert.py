@@ -48,8 +48,8 @@ from hf_sigmoid.conversions.revert import (
 from hf_sigmoid.conversions.stages import Stages
 from hf_sigmoid.conversions.starts import calibration_sums, to_sigmoid, to_ssmax
 from hf_sigmoid.embedded import checkpoint
+from hf_sigmoid.files import check_new_folder, existing_parent, new_folder
 from hf_sigmoid.loading import load_tokenizer
-from hf_sigmoid.output_folder import check_new, existing_parent, written
 from hf_sigmoid.rope import RECORD as ROPE
 from hf_sigmoid.rope import change_rope, check_rope
 from hf_sigmoid.text import sources
@@ -130,7 +130,7 @@ def convert(
     target = Path(target).resolve()
     check_arguments(function, init, keep_softmax, window, windows)
     check_fitting(function, calibration, stats, seed)
-    check_new(target)
+    check_new_folder(target)
     if push_to_hub is not None:
         hub.check(push_to_hub, source)
     elif private:
@@ -223,7 +223,7 @@ def convert(
         report |= asked.after(model)
     report["stages"] = stages.rows()
     report["seconds"] = round(time.perf_counter() - start, 1)
-    with written(target) as folder:
+    with new_folder(target) as folder:
         save(model, folder, path)
         tokenizer.save_pretrained(folder)
         copy_companions(path, folder)
@@ -288,7 +288,7 @@ def revert_checkpoint(
             not empty; nothing has been written then.
     """
     target = Path(target).resolve()
-    check_new(target)
+    check_new_folder(target)
     source = checkpoint(source)
     config = AutoConfig.from_pretrained(source)
     if not configuration.find_section(config):
@@ -299,7 +299,7 @@ def revert_checkpoint(
     tokenizer = load_tokenizer(source)
     originals = restore_weights(model, source)
     unknown = approximate and not (Path(source) / REPORT).is_file()
-    with written(target) as folder:
+    with new_folder(target) as folder:
         save(model, folder, source, originals=originals)
         exact = not unknown and check_untrained(model, source, folder)
         if not exact and not approximate:
@@ -323,14 +323,14 @@ def merge_adapter(adapter: str | Path, base: str | Path, target: str | Path) -> 
             written then.
     """
     target = Path(target).resolve()
-    check_new(target)
+    check_new_folder(target)
     base = checkpoint(base)
     model = with_adapter(base, adapter)
     check_disk(target, model.get_base_model())
     tokenizer = load_tokenizer(base)
     probe = Probe(model)
     model = merge(model)
-    with written(target) as folder:
+    with new_folder(target) as folder:
         save(model, folder, base, cast=True)
         tokenizer.save_pretrained(folder)
         copy_companions(base, folder)

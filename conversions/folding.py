@@ -13,7 +13,6 @@ returns the tensors that it replaced; `save` keeps them beside the checkpoint, `
 back bit for bit.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_sigmoid import parameters
+from hf_sigmoid import fingerprints, parameters
 from hf_sigmoid.checkpoint_files import FLOATING, weights_of
 from hf_sigmoid.logit_control.heads import Call, Place, averages, one_call, written_by
 
@@ -63,7 +62,9 @@ class Folded:
                 tensor.to(kind).to(tensor.dtype), tensor
             ):
                 self.originals[name] = tensor.to(kind)
-        written = {name: _sha256(model.get_parameter(name)) for name in self.originals}
+        written = {
+            name: fingerprints.of_tensor(model.get_parameter(name)) for name in self.originals
+        }
         tensors = {f"factor/{name}": t for name, t in self.factors.items()}
         tensors |= {f"original/{name}": t for name, t in self.originals.items()}
         tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
@@ -73,7 +74,7 @@ class Folded:
         """Are the tensors that something was folded into as they were saved then?"""
         current = dict(model.named_parameters())
         return all(
-            name in current and _sha256(current[name]) == self.written.get(name)
+            name in current and fingerprints.of_tensor(current[name]) == self.written.get(name)
             for name in self.originals
         )
 
@@ -260,12 +261,6 @@ def _output_place(call: Call) -> Place | None:
 
 def _near(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= 1e-4 * b.abs().max())
-
-
-def _sha256(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().flatten()
-    kind = f"{tensor.dtype} {list(tensor.shape)}\n".encode()
-    return hashlib.sha256(kind + flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:

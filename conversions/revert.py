@@ -1,6 +1,5 @@
 """Back to softmax, exactly where nothing but the row numbers was trained."""
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_sigmoid import configuration, parameters
+from hf_sigmoid import configuration, fingerprints, parameters
 from hf_sigmoid.checkpoint_files import files_sha256
 from hf_sigmoid.conversions import folding
 from hf_sigmoid.conversions.models import weights
@@ -40,12 +39,8 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 def hashed(model: PreTrainedModel, *, without: str | None = None) -> str:
     """SHA-256 of a model's weights: names, types, shapes and bytes."""
-    digest = hashlib.sha256()
-    for name, tensor in weights(model):
-        if without is None or without not in name:
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
+    named = weights(model)
+    return fingerprints.of_tensors((n, t) for n, t in named if without is None or without not in n)
 
 
 def restore_weights(model: PreTrainedModel, folder: str | Path) -> dict[str, Tensor]:

@@ -1,13 +1,13 @@
 """The sums of a calibration in a file, so that other fits need no second pass over the text."""
 
 import json
-import os
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_sigmoid.conversions.calibrate import NormalEquations
+from hf_sigmoid.files import write_file
 
 PARTS = ("gram", "moment", "square")
 
@@ -31,10 +31,7 @@ def save(
         **({} if text is None else {"text_sha256": text}),
         "rows": json.dumps({name: each.rows for name, each in sums.items()}),
     }
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
-    save_file(tensors, temporary, metadata)
-    os.replace(temporary, path)
+    write_file(Path(path), lambda place: save_file(tensors, place, metadata))
 
 
 def load(path: str | Path, *, weights: str) -> tuple[dict[str, NormalEquations], int, str | None]:

@@ -9,7 +9,6 @@ kinds of checkpoint are known:
   numbers to its optimiser as a last group: `optimizer.add_param_group({"params": …})`.
 """
 
-import hashlib
 import json
 import os
 import pickle
@@ -22,12 +21,12 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
-from hf_sigmoid import parameters
+from hf_sigmoid import fingerprints, parameters
 from hf_sigmoid.conversions.companions import copy_companions
 from hf_sigmoid.conversions.convert import convert
 from hf_sigmoid.conversions.revert import REPORT
 from hf_sigmoid.embedded import checkpoint
-from hf_sigmoid.output_folder import check_new, written
+from hf_sigmoid.files import check_new_folder, new_folder
 
 MANIFEST, CONFIG, LOG = "manifest.json", "config.yaml", "log.jsonl"  # of continue_pretrain.py
 OPTIMIZER, SCHEDULER = "optimizer.bin", "scheduler.bin"  # of accelerate
@@ -69,7 +68,7 @@ def convert_training(
             model; nothing has been written then.
     """
     source, target = Path(source).resolve(), Path(target).resolve()
-    check_new(target)
+    check_new_folder(target)
     if (source / MANIFEST).is_file():
         if base is not None:
             raise ValueError(f"--base is of an accelerate state folder, got {source}")
@@ -87,14 +86,6 @@ def convert_training(
     )
 
 
-def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _convert_run(source: Path, target: Path, function: str, options: dict) -> dict:
     import yaml
 
@@ -108,7 +99,7 @@ def _convert_run(source: Path, target: Path, function: str, options: dict) -> di
         if not (run / file).is_file():
             raise ValueError(f"{source} must be in its run's folder, got {run} without {file}")
     config = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
-    with written(target) as folder:
+    with new_folder(target) as folder:
         step = folder / "checkpoints" / source.name
         step.parent.mkdir()
         report = convert(source / "model", step / "model", function, **options)
@@ -117,7 +108,7 @@ def _convert_run(source: Path, target: Path, function: str, options: dict) -> di
                 shutil.copy2(path, step / path.name)
         files = {str(p.relative_to(step)): p for p in sorted(step.rglob("*")) if p.is_file()}
         sizes = {name: path.stat().st_size for name, path in files.items()}
-        hashes = {name: file_sha256(path) for name, path in files.items()}
+        hashes = {name: fingerprints.of_file(path) for name, path in files.items()}
         sealed = {**manifest, "files": sizes, "sha256": hashes}
         (step / MANIFEST).write_text(json.dumps(sealed, indent=1), encoding="utf-8")
         config.update(attn=None, output_dir=str(target))  # null: what the checkpoint says
@@ -137,7 +128,7 @@ def _convert_state(source: Path, target: Path, function: str, base: str, options
         AutoTokenizer.from_pretrained(base).save_pretrained(model)
         copy_companions(base, model)
         _link(source / WEIGHTS, model / WEIGHTS)
-        with written(target) as folder:
+        with new_folder(target) as folder:
             report = convert(model, folder / "model", function, **options)
             report["source"] = str(source)  # not the folder that is gone in a moment
             for name in (REPORT, "report.md", "README.md"):

@@ -4,9 +4,7 @@ A model in memory has one dtype; the files that it was loaded from may mix them 
 routers or heads in a bfloat16 model). What a command leaves alone is written as it came.
 """
 
-import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,12 +15,13 @@ from torch import Tensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from hf_sigmoid import fingerprints
+from hf_sigmoid.files import write_file, write_text
 from hf_sigmoid.layer_types import HOLDER
 
 FLOATING = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
-WRITTEN_AT_ONCE = 1 << 26  # bytes of a tensor that are hashed together
 
 
 def weight_files(source: str | Path) -> list[Path]:
@@ -67,13 +66,7 @@ def saved_dtype(source: str | Path) -> torch.dtype | None:
 
 def files_sha256(source: str | Path) -> str:
     """SHA-256 of the weights as they lie in the files: names, types, shapes and bytes."""
-    digest = hashlib.sha256()
-    for name, tensor in _tensors(source):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        flat = tensor.contiguous().flatten().view(torch.uint8)
-        for part in flat.split(WRITTEN_AT_ONCE):
-            digest.update(part.numpy())
-    return digest.hexdigest()
+    return fingerprints.of_tensors(_tensors(source))
 
 
 def give_back(
@@ -122,7 +115,7 @@ def give_back(
     if index.is_file():
         content = json.loads(index.read_text(encoding="utf-8"))
         content.setdefault("metadata", {})["total_size"] = total
-        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_text(index, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     if len(dtypes_of(source)) > 1 and dtypes_of(folder) <= dtypes_of(source):
         _keep_dtype_names(folder, source)
@@ -140,7 +133,7 @@ def _carry_over(folder: Path, names: list[str], places: dict[str, tuple[Path, st
     if index.is_file():
         content = json.loads(index.read_text(encoding="utf-8"))
         content["weight_map"] |= dict.fromkeys(names, files[-1].name)
-        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_text(index, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _keep_dtype_names(folder: Path, source: str | Path) -> None:
@@ -164,7 +157,7 @@ def _keep_dtype_names(folder: Path, source: str | Path) -> None:
             for key, value in ours.items()
             if isinstance(value, dict) and isinstance(theirs.get(key), dict)
         ]
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _tensors(source: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -183,6 +176,4 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _replace(file: Path, tensors: dict[str, Tensor]) -> None:
-    temporary = file.with_name(f".{file.name}.tmp")
-    save_file(tensors, temporary, {"format": "pt"})
-    os.replace(temporary, file)
+    write_file(file, lambda place: save_file(tensors, place, {"format": "pt"}))

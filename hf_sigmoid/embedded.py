@@ -8,8 +8,8 @@ float32 safetensors (538 MB) in the Hugging Face cache folder.
 import importlib.util
 from pathlib import Path
 
+from hf_sigmoid.files import new_folder
 from hf_sigmoid.loading import check_source
-from hf_sigmoid.output_folder import written
 
 NAME = "smollm2"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -50,7 +50,7 @@ def _dequantise(source: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     try:
-        with written(folder) as temporary:
+        with new_folder(folder) as temporary:
             tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
             # Without dequantize=True the model would stay marked as quantised and refuse to be
             # saved or trained.

@@ -6,10 +6,11 @@ what needs it is imported at the call.
 
 import functools
 import json
-import os
 from pathlib import Path
 
 from torch import nn
+
+from hf_sigmoid.files import write_text
 
 RECORD = "hf_sigmoid.json"  # beside an adapter: what its base was converted to
 KEPT = ("function", "parameters", "layers", "anchor")  # of the section; the rest are start values
@@ -52,9 +53,7 @@ def guard_peft_model() -> None:
         result = save(self, save_directory, *args, **kwargs)
         if record := _record(self):
             for config in Path(save_directory).rglob("adapter_config.json"):
-                temporary = config.with_name(f".{RECORD}.tmp")
-                temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-                os.replace(temporary, config.with_name(RECORD))
+                write_text(config.with_name(RECORD), json.dumps(record, indent=2) + "\n")
         return result
 
     @functools.wraps(load)

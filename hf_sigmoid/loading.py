@@ -1,7 +1,6 @@
 """Getting models and tokenizers ready for a command."""
 
 import difflib
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from hf_sigmoid import fingerprints
 from hf_sigmoid.checkpoint_files import saved_dtype
 from hf_sigmoid.errors import BadInput
 
@@ -139,34 +139,11 @@ def positions_of(config: Any) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def tokenizer_print(tokenizer: Any) -> str:
-    """A hash of the vocabulary and of how a text is cut."""
-    text = "The 1st of May 2024, naïve café: 北京 \t x_y = f(z);\n"
-    parts = [sorted(tokenizer.get_vocab().items()), tokenizer(text)["input_ids"]]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def weights_print(source: str) -> str:
-    """A hash that tells one checkpoint from another: sizes, beginnings and ends of its files.
-
-    Not of every byte, which would take minutes for a large model. The hub's revision, if that is
-    where it is from.
-    """
-    folder = Path(source)
-    if not folder.is_dir():
-        return revision(source)
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}\n".encode() + stream.read(1 << 20))
-            stream.seek(max(0, size - (1 << 20)))
-            digest.update(stream.read())
-    return digest.hexdigest()
-
-
-def revision(source: str) -> str:
-    """Of a hub id, what the hub calls its newest files."""
+def fingerprint(source: str, *, quick: bool = False) -> str:
+    """A hash of a checkpoint's folder; of a hub id, what the hub calls its newest files."""
+    if (folder := Path(source)).is_dir():
+        of = fingerprints.of_folder_quickly if quick else fingerprints.of_folder
+        return of(folder)
     return str(getattr(load(AutoConfig, source), "_commit_hash", None))
 
 

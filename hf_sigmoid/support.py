@@ -22,6 +22,7 @@ from hf_sigmoid.parameters import (
     sub_configs,
     uses_interface,
 )
+from hf_sigmoid.replace_attention import give_back
 
 if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
@@ -254,14 +255,14 @@ def refuse_sinks(module: nn.Module, path: str = "") -> NoReturn:
 def unchanged_on_error(model: "PreTrainedModel") -> Iterator[None]:
     """A refusal leaves functions, sections and holders of a model as they were."""
     found = {id(config): config for config in configs(model)}
-    names = {key: config._attn_implementation for key, config in found.items()}
+    names = [(config, config._attn_implementation) for config in found.values()]
     sections = {key: vars(config).get("hf_sigmoid") for key, config in found.items()}
     owned = {module: module._modules[HOLDER] for _, module in holders(model)}
     try:
         yield
     except BaseException:
+        give_back(names)
         for key, config in found.items():
-            config._attn_implementation_internal = names[key]
             if sections[key] is None:
                 vars(config).pop("hf_sigmoid", None)
             else:

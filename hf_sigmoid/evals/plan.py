@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from hf_sigmoid import fingerprints
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.evals import loss
 from hf_sigmoid.evals.checks import TAIL
@@ -13,7 +14,6 @@ from hf_sigmoid.evals.scoring import BEYOND
 from hf_sigmoid.evals.settings import Settings
 from hf_sigmoid.evals.store import Store
 from hf_sigmoid.evals.subjects import Subject
-from hf_sigmoid.loading import tokenizer_print
 from hf_sigmoid.text import austen, sources
 
 DATASET_TOKENS = 2**20  # that are read of a data set, at least
@@ -62,7 +62,7 @@ def plans(settings: Settings, subjects: Sequence[Subject], text: str) -> list["P
     for subject in subjects:
         # A template makes other prompts of the same tokens.
         tokenizer = subject.tokenizer
-        key = f"{tokenizer_print(tokenizer)} {tokenizer.chat_template}"
+        key = f"{fingerprints.of_tokenizer(tokenizer)} {tokenizer.chat_template}"
         if key not in builders:
             builders[key] = builder_of(settings, tokenizer, text)
         found.append(Plan(subject, builders[key], settings))

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hf_sigmoid.evals.whole_file import write_whole
+from hf_sigmoid.files import write_file
 
 Summary = dict[str, Any]
 
@@ -55,7 +55,7 @@ def write(folder: Path, summary: Summary) -> list[Path]:
         for name, figure in plots.figures(summary):
             # A path without an ending would get one.
             pictures.append(
-                write_whole(folder / name, lambda f, g=figure: g.savefig(f, format="png"))
+                write_file(folder / name, lambda f, g=figure: g.savefig(f, format="png"))
             )
     texts = {
         "cells.csv": _csv(summary),
@@ -65,7 +65,7 @@ def write(folder: Path, summary: Summary) -> list[Path]:
     }
     return [
         *(
-            write_whole(folder / name, lambda file, text=text: file.write_bytes(text.encode()))
+            write_file(folder / name, lambda file, text=text: file.write_bytes(text.encode()))
             for name, text in texts.items()
         ),
         *(pictures or []),

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_sigmoid import output_folder
+from hf_sigmoid import files
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.evals import store
-from hf_sigmoid.evals.whole_file import write_whole
+from hf_sigmoid.files import write_file
 from hf_sigmoid.run_lock import RunLock
 
 FILE, SUMMARY = "run.json", "summary.json"
@@ -19,7 +19,7 @@ def check_folder(folder: Path) -> None:
     Raises:
         BadInput: there is something in it, and no evaluation or report of ours.
     """
-    output_folder.check(folder, "--out")
+    files.check_folder(folder, "--out")
     held = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     if read(folder) is None:
         read(folder, SUMMARY)  # of `eval report`
@@ -41,7 +41,7 @@ def write(folder: Path, about: dict[str, Any], models: list[dict[str, Any]]) -> 
     known |= {model["name"]: model for model in models}
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**about, "models": list(known.values())}, indent=1) + "\n"
-    write_whole(folder / FILE, lambda file: file.write_text(text, encoding="utf-8"))
+    write_file(folder / FILE, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def read(folder: Path, name: str = FILE) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.evals.whole_file import write_whole
+from hf_sigmoid.files import write_file
 
 FILE = "samples.jsonl"
 PARTS = ".samples-*.jsonl"
@@ -126,7 +126,7 @@ class Store:
                 stream.flush()
                 os.fsync(stream.fileno())
 
-        file = write_whole(self.folder / FILE, write_to)
+        file = write_file(self.folder / FILE, write_to)
         for part in self.folder.glob(PARTS):
             part.unlink()
         self._whole, self.has_parts = file.stat().st_size, False

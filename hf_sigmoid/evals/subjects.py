@@ -1,9 +1,7 @@
 """The models of an evaluation: which weights, which attention function, how many positions."""
 
-import hashlib
 import re
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,10 @@ from hf_sigmoid.embedded import checkpoint
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.loading import (
     check_weights,
+    fingerprint,
     load_model,
     load_tokenizer,
     positions_of,
-    revision,
     twin,
 )
 from hf_sigmoid.parameters import HOLDER, attention_modules
@@ -73,8 +71,9 @@ class Subject:
             positions = _change(model, rope).positions(model.config)
         kind, switch = _rope_switch(model.config)
         return cls(
-            name, path, source, attn, rope, _digest(source), positions, _learns_positions(model),
-            switch, kind == "dynamic", attention_names(model), load_tokenizer(source),
+            name, path, source, attn, rope, fingerprint(source), positions,
+            _learns_positions(model), switch, kind == "dynamic",
+            attention_names(model), load_tokenizer(source),
         )  # fmt: skip
 
     def load(self, dtype: torch.dtype, device: str) -> Any:
@@ -137,24 +136,3 @@ def _rope_switch(config: Any) -> tuple[str | None, int | None]:
             found.append((switch, each["rope_type"]))
     switch, kind = min(found, default=(None, None))
     return kind, switch
-
-
-def _digest(source: str) -> str:
-    """Of every byte of a folder's configuration and weights; the hub's revision."""
-    folder = Path(source)
-    if not folder.is_dir():
-        return revision(source)
-    files = sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")])
-    return _files_digest(tuple((file, file.stat().st_mtime_ns) for file in files))
-
-
-@cache
-def _files_digest(files: tuple[tuple[Path, int], ...]) -> str:
-    """Once for all attention functions; a file that was written since is read again."""
-    digest = hashlib.sha256()
-    for file, _ in files:
-        digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            while chunk := stream.read(1 << 20):
-                digest.update(chunk)
-    return digest.hexdigest()[:16]

@@ -6,21 +6,17 @@ attention, and gradients say which output features a head's query or key is made
 the meta device a copy with random numbers is called: which features reach which head is the same.
 """
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_sigmoid import parameters, support
-
-PROBE = "hf_sigmoid_probe"  # the attention function's name meanwhile
+from hf_sigmoid.replace_attention import standing_in
 
 
 @dataclass
@@ -100,30 +96,6 @@ def _run_without_numbers(model: PreTrainedModel, ids: Tensor) -> None:
     finally:
         for config, name in zip(configs, before, strict=True):
             config._experts_implementation_internal = name
-
-
-@contextlib.contextmanager
-def standing_in(
-    configs: Iterable[PreTrainedConfig], attention: Callable, mask: Callable | None = None
-) -> Iterator[None]:
-    """While it lasts the models of these configs call `attention`, with masks that `mask` makes.
-
-    One at a time: the name is one for all.
-    """
-    configs = list(configs)
-    before = [config._attn_implementation_internal for config in configs]
-    AttentionInterface.register(PROBE, attention)
-    if mask is not None:
-        AttentionMaskInterface.register(PROBE, mask)
-    try:
-        for config in configs:
-            config._attn_implementation_internal = PROBE
-        yield
-    finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
-        AttentionInterface._global_mapping.pop(PROBE)
-        AttentionMaskInterface._global_mapping.pop(PROBE, None)
 
 
 class _Reached(Exception):

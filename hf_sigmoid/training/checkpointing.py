@@ -7,7 +7,6 @@ wrong name and is never read; whatever has changed since is found by its hash.
 
 import contextlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -19,14 +18,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_sigmoid.conversions.training import file_sha256
+from hf_sigmoid import fingerprints
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.files import rename, restore_replaced, sync_tree, take_the_place, write_text
 from hf_sigmoid.parameters import divided_like
 from hf_sigmoid.training.parallel import local, whole
 
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"
-DAMAGED, REPLACED = "damaged_", "replaced_"  # before a folder's name
+DAMAGED = "damaged_"  # before a folder's name
 
 
 @dataclass
@@ -73,7 +73,7 @@ def save(
         manifest = {
             "step": step,
             "files": {name: path.stat().st_size for name, path in files.items()},
-            "sha256": {name: file_sha256(path) for name, path in files.items()},
+            "sha256": {name: fingerprints.of_file(path) for name, path in files.items()},
             **state,
         }
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -82,11 +82,9 @@ def save(
     if main:
         for old in _complete(root)[:-keep]:
             # Out of sight first: what is left of it, if it cannot be deleted, is no checkpoint.
-            going = old.folder.with_name(old.folder.name + ".tmp")
             # Windows renames no folder with an open file, as the weights that were gone on from.
             with contextlib.suppress(PermissionError):
-                os.replace(old.folder, going)
-            shutil.rmtree(going, ignore_errors=True)
+                shutil.rmtree(rename(old.folder, old.folder.name + ".tmp"), ignore_errors=True)
 
 
 def latest(root: Path) -> Checkpoint | None:
@@ -119,25 +117,13 @@ def set_aside_damaged(root: Path, taken: Checkpoint | None) -> None:
     """Rename what is newer than the checkpoint that is gone on from: it was damaged."""
     for folder in root.glob("step_*"):
         if folder.is_dir() and taken and folder.name > taken.folder.name:
-            aside = folder.with_name(DAMAGED + folder.name)
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(folder, aside)
+            rename(folder, DAMAGED + folder.name)
 
 
 def remove_unfinished(root: Path) -> None:
     """Delete what a killed run was writing."""
     for folder in root.glob("*.tmp"):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def restore_replaced(root: Path) -> None:
-    """Give folders back their names that a run was killed while replacing."""
-    for old in root.glob(f"{REPLACED}*"):
-        folder = old.with_name(old.name.removeprefix(REPLACED))
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.replace(old, folder)
 
 
 def publish(
@@ -165,34 +151,13 @@ def publish(
         if main:
             if seal:
                 seal(temporary)
-            sync_tree(temporary)
-            _take_the_place(temporary, folder)
+            take_the_place(temporary, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise Failed(f"{folder} could not be written: {error}") from error
     except KeyboardInterrupt:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _take_the_place(temporary: Path, folder: Path) -> None:
-    """Rename a folder over another one of which, killed at any moment, one is left."""
-    old = folder.with_name(REPLACED + folder.name)
-    if folder.exists():  # a checkpoint whose evaluation was to come, the model of fewer steps
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(folder, old)
-    os.replace(temporary, folder)
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def write_text(file: Path, content: str) -> None:
-    """Replace a file in one piece, on disk when this returns."""
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(content, encoding="utf-8")
-    _sync(temporary)
-    os.replace(temporary, file)
-    _sync(file.parent)
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
@@ -319,25 +284,6 @@ def _like_local(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
 
 
-def sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    try:
-        # Windows syncs no file that is open for reading alone, and opens no folder.
-        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    except PermissionError:
-        if path.is_dir():
-            return
-        raise
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _manifest(folder: Path) -> dict[str, Any]:
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     manifest["step"], manifest["files"], manifest["sha256"]
@@ -353,7 +299,7 @@ def _fault(folder: Path, manifest: dict[str, Any]) -> str | None:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, expected {size}"
     for name, expected in manifest["sha256"].items():
-        if file_sha256(folder / name) != expected:
+        if fingerprints.of_file(folder / name) != expected:
             return f"{name} has changed since it was written (SHA-256)"
     return None
 

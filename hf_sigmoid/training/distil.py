@@ -34,6 +34,7 @@ from hf_sigmoid.conversions.plan import Plan
 from hf_sigmoid.conversions.report import markdown
 from hf_sigmoid.conversions.revert import REPORT, check_untrained, hashed
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.files import write_text
 from hf_sigmoid.loading import check_source, load_model
 from hf_sigmoid.rope import RECORD as ROPE
 from hf_sigmoid.training import checkpointing, held_out, opening, optimization, resuming, run_config
@@ -218,7 +219,7 @@ class Run(Loop):
         self.seconds = 0.0  # of all steps, also of earlier sessions
         self._lock()
         if self.main:
-            checkpointing.write_text(self.folder / resuming.CONFIG, run_config.dump(run))
+            write_text(self.folder / resuming.CONFIG, run_config.dump(run))
             checkpointing.remove_unfinished(self.checkpoints)
             checkpointing.set_aside_damaged(self.checkpoints, self.resumed)
             self.log = RunLog(self.folder / "log.jsonl", after=done)

@@ -25,6 +25,7 @@ from hf_sigmoid import masks, parameters
 from hf_sigmoid.conversions import folding, revert
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.logit_control.heads import is_projection
+from hf_sigmoid.replace_attention import give_back, use
 
 FUNCTION = "hf_sigmoid_distillation"  # the attention function of both models meanwhile
 SCALES = "head_scales"
@@ -205,8 +206,7 @@ class Distillation:
         for name, module in self.modules.items():
             scales = module._modules.pop(SCALES)
             factors |= {f"{kind}/{name}": p.detach() for kind, p in scales.named_parameters()}
-        for config, function in self._before:
-            config._attn_implementation_internal = function
+        give_back(self._before)
         folded = folding.fold(self.student, self.places, factors, keep_originals=keep_originals)
         with torch.no_grad():
             found = self.student(probe, use_cache=False).logits
@@ -273,18 +273,12 @@ def softmax_inside(
 
 
 def _use(model: PreTrainedModel, function: str) -> list[tuple]:
-    """Switch every config of a model to an attention function; what they had before.
-
-    Not `set_attn_implementation`, which would change the section of a converted model.
-    """
+    """Switch every config of a model to an attention function; what they had before."""
     configs = {id(model.config): model.config}
     for module in model.modules():
         if (config := getattr(module, "config", None)) is not None:
             configs.setdefault(id(config), config)
-    before = [(each, each._attn_implementation_internal) for each in configs.values()]
-    for each in configs.values():
-        each._attn_implementation_internal = function
-    return before
+    return use(configs.values(), function)
 
 
 def _inputs(batch: dict[str, Tensor]) -> dict:

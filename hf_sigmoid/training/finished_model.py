@@ -13,6 +13,7 @@ from hf_sigmoid.conversions.card import how_to_load, known_base, origin
 from hf_sigmoid.conversions.companions import copy_companions
 from hf_sigmoid.conversions.folding import FILE as FOLDED
 from hf_sigmoid.conversions.revert import REPORT
+from hf_sigmoid.files import write_text
 from hf_sigmoid.registration import FUNCTIONS
 from hf_sigmoid.training import checkpointing, resuming, run_config
 
@@ -64,7 +65,7 @@ def _fill(training: Any, folder: Path) -> None:
         "step": run.steps, "skipped": training.skipped, "model": _base(run),
         "text": training.corpus.describe(), "text_sha256": training.corpus.fingerprint, **keys,
     }  # fmt: skip
-    checkpointing.write_text(folder / resuming.RECORD, json.dumps(record, indent=1) + "\n")
+    write_text(folder / resuming.RECORD, json.dumps(record, indent=1) + "\n")
     log = [json.loads(line) for line in training.log_lines()]
     (folder / "README.md").write_text(card(run, model, log, training), encoding="utf-8")
 
@@ -110,7 +111,7 @@ def _name_the_base(adapter: Path, name: str) -> None:
     """Instead of the place on this machine that PEFT writes; its card says nothing else."""
     file = adapter / "adapter_config.json"
     config = json.loads(file.read_text(encoding="utf-8")) | {"base_model_name_or_path": name}
-    checkpointing.write_text(file, json.dumps(config, indent=2) + "\n")
+    write_text(file, json.dumps(config, indent=2) + "\n")
     (adapter / "README.md").unlink(missing_ok=True)
 
 

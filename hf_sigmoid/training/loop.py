@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from hf_sigmoid import output_folder
+from hf_sigmoid import files, fingerprints
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.loading import load_tokenizer, max_positions, tokenizer_print
+from hf_sigmoid.loading import load_tokenizer, max_positions
 from hf_sigmoid.run_lock import RunLock
 from hf_sigmoid.training import checkpointing, corpus, parallel, resuming
 from hf_sigmoid.training.packing import Packer, streams_of
@@ -49,7 +49,7 @@ class Loop:
 
     def _begin(self, **options: Any) -> None:
         """The processes and the corpus."""
-        output_folder.check(self.folder, "output_dir")
+        files.check_folder(self.folder, "output_dir")
         self.accelerator, self.layout = parallel.begin(
             self.run.train.precision, splits=self.splits_weights, **options
         )
@@ -116,7 +116,7 @@ class Loop:
 
     def _sources(self) -> dict[str, str]:
         """Fingerprints of what a checkpoint relies on without holding it."""
-        return {"tokenizer": tokenizer_print(self.tokenizer)}
+        return {"tokenizer": fingerprints.of_tokenizer(self.tokenizer)}
 
     def _on_main(self, function: Callable[[], Any]) -> Any:
         """What the main process finds, on all of them, and its BadInput too."""

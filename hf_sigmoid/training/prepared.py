@@ -15,11 +15,11 @@ from hf_sigmoid.embedded import checkpoint as resolve
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.loading import (
     check_weights,
+    fingerprint,
     load,
     load_model,
     max_positions,
     twin,
-    weights_print,
 )
 from hf_sigmoid.shards import reshard
 from hf_sigmoid.training import optimization, parallel, trackers, trained
@@ -132,7 +132,7 @@ class Prepared(Loop):
         found = super()._sources()
         parts = self.run.checkpoint.state == "sharded" or self._in_parts()
         if parts or self.run.parameters == "lora":
-            found["weights"] = weights_print(self.source)
+            found["weights"] = fingerprint(self.source, quick=True)
         return found
 
     def query_key_names(self, model: Any) -> set[str]:

@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from hf_sigmoid import output_folder
+from hf_sigmoid import files
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.files import restore_replaced
 from hf_sigmoid.run_lock import RunLock
 from hf_sigmoid.training import checkpointing, run_config, run_log
 from hf_sigmoid.training.run_keys import Distil, Run
@@ -23,7 +24,7 @@ MAY_CHANGE = {
 
 def find(folder: Path, run: Run | Distil) -> checkpointing.Checkpoint | None:
     """The checkpoint in `folder` to go on from; refuses a folder that is not this run's."""
-    output_folder.check(folder, "output_dir")
+    files.check_folder(folder, "output_dir")
     held = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     # A run killed at its very start leaves no more than its lock and an unfinished file.
     if not held - {RunLock.FILE, f"{CONFIG}.tmp"}:
@@ -47,7 +48,7 @@ def find(folder: Path, run: Run | Distil) -> checkpointing.Checkpoint | None:
                 f"output_dir {folder} holds a run with {key}={saved[key]}, not {value}: "
                 "resume it with its own values or choose another output_dir"
             )
-    checkpointing.restore_replaced(folder)
+    restore_replaced(folder)
     checkpoint = checkpointing.latest(folder / CHECKPOINTS)
     finished, asked = finished_steps(folder), run.steps
     if finished is None or finished == asked:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.training import checkpointing
+from hf_sigmoid.files import write_text
 from hf_sigmoid.training.run_config import flat
 from hf_sigmoid.training.run_keys import Run
 
@@ -69,7 +69,7 @@ def _continued(folder: Path, done: int) -> dict[str, dict[str, Any]]:
         name = json.loads(file.read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, KeyError):
         name = f"{folder.name}-{uuid.uuid4().hex[:8]}"
-        checkpointing.write_text(file, json.dumps({"run": name}) + "\n")
+        write_text(file, json.dumps({"run": name}) + "\n")
     return {
         # Steps that a killed run had logged and that are taken again are dropped.
         "tensorboard": {"purge_step": done + 1},

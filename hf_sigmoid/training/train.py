@@ -18,6 +18,7 @@ from accelerate.utils import set_seed
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from hf_sigmoid.files import write_text
 from hf_sigmoid.shards import reshard
 from hf_sigmoid.training import (
     checkpointing,
@@ -132,7 +133,7 @@ class Training(Update):
             self._say(f"resuming after step {done} of {run.steps}")
         self._lock()
         if self.main:
-            checkpointing.write_text(self.folder / resuming.CONFIG, run_config.dump(run))
+            write_text(self.folder / resuming.CONFIG, run_config.dump(run))
             checkpointing.remove_unfinished(self.checkpoints)
             checkpointing.set_aside_damaged(self.checkpoints, self.resumed)
             self.log = RunLog(self.folder / "log.jsonl", after=done - bool(pending))
