@@ -27,12 +27,16 @@ def test_import_costs_milliseconds_and_brings_neither_torch_nor_triton():
     assert modules == [] and took < 0.05
 
 
-def test_registering_costs_milliseconds_once_transformers_is_loaded():
+def test_registering_costs_little_beside_transformers_model_classes():
     code = (
-        "import time, transformers.modeling_utils\n"
-        "start = time.process_time(); import hf_sigmoid; print(time.process_time() - start)"
+        "import json, time\n"
+        "start = time.process_time(); import transformers.modeling_utils\n"
+        "loaded = time.process_time(); import hf_sigmoid\n"
+        "print(json.dumps([loaded - start, time.process_time() - loaded]))"
     )
-    assert min(float(run(code)) for _ in range(5)) <= 0.05
+    runs = [json.loads(run(code)) for _ in range(3)]
+    # 35 ms beside 2 s on an idle machine; a ratio does not depend on what else runs.
+    assert min(ours / theirs for theirs, ours in runs) <= 0.05
 
 
 def test_help_and_version_load_nothing_heavy():
