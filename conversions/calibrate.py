@@ -1,4 +1,4 @@
-"""The row number that makes sigmoid attention nearest to a softmax checkpoint's, fitted per head.
+"""The query bias that makes sigmoid attention nearest to a softmax checkpoint's, fitted per head.
 
     softmax_n = exp(z_n − L_m),  L_m = log Σ_n exp(z_n)     sigmoid σ(z_n + b_m) ≈ exp(z_n + b_m)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from hf_sigmoid import embedded
 from hf_sigmoid.conversions.plan import Plan
-from hf_sigmoid.conversions.report import distillations, figures
+from hf_sigmoid.conversions.report import cost, distillations
 
 PLAIN_INSTALL = "pip install hf-sigmoid"
 MUCH_WORSE = 1.1  # times the perplexity: what trained it before no longer holds
@@ -38,7 +38,7 @@ def card(report: dict, plan: Plan, name: str) -> str:
     base, folder = report["base"], name.rpartition("/")[2]
     fetch = f"hf download {name} --local-dir {folder} && " if name != folder else ""
     title = base["model"] or Path(report["source"]).resolve().name
-    sentence = figures(report)
+    sentence = cost(report)
     data = ModelCardData(
         base_model=base["model"], library_name="transformers",
         tags=["hf-sigmoid", f"{plan.function}-attention"], **base["terms"],
@@ -136,7 +136,7 @@ def origin(source: str | Path) -> str:
     if not file.is_file():
         return ""
     report = json.loads(file.read_text(encoding="utf-8"))
-    plan, sentence = report["plan"], figures(report)
+    plan, sentence = report["plan"], cost(report)
     return f"Before, converted to {plan['function']} from {plan['init']!r}: {sentence}."
 
 
@@ -146,7 +146,7 @@ def _method(report: dict, plan: Plan) -> list[str]:
         seed = report["options"].get("seed")
         windows = "evenly spread windows" if seed is None else f"windows chosen with seed {seed}"
         lines.append(
-            f"The row numbers were fitted to the log-sum-exp of each head on "
+            f"The query biases were fitted to the log-sum-exp of each head on "
             f"{report['calibration_tokens']} tokens, {windows} of {report['calibration_text']} "
             f"(SHA-256 `{report['calibration_text_sha256'] or 'unknown'}`)."
         )

@@ -7,18 +7,15 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from hf_sigmoid import configuration, loading, parameters, support, text
 from hf_sigmoid.conversions.card import next_step
-from hf_sigmoid.conversions.checks import check_fitting
 from hf_sigmoid.conversions.compare import Measure, token_windows
+from hf_sigmoid.conversions.convert import check_arguments, dry_run
 from hf_sigmoid.conversions.convert import convert as write_converted
-from hf_sigmoid.conversions.convert import (
-    dry_run,
-    merge_adapter,
-    revert_checkpoint,
-)
+from hf_sigmoid.conversions.merging import merge_adapter
 from hf_sigmoid.conversions.models import find_part, load, part_of, parts, skeleton
 from hf_sigmoid.conversions.plan import ranges
 from hf_sigmoid.conversions.reading import check_mask_token, reader
-from hf_sigmoid.conversions.report import figures
+from hf_sigmoid.conversions.report import cost
+from hf_sigmoid.conversions.revert import revert_checkpoint
 from hf_sigmoid.conversions.training import convert_training, is_training
 from hf_sigmoid.conversions.verify import differences, runs
 from hf_sigmoid.embedded import checkpoint
@@ -26,7 +23,7 @@ from hf_sigmoid.text import sources
 
 
 def inspect(options: argparse.Namespace) -> tuple[dict, str]:
-    """From the config alone: attention modules, both functions, and the row numbers if any."""
+    """From the config alone: attention modules, both functions, the section of a conversion."""
     _, config = _existing(options.model)
     section = configuration.find_section(config)
     whole = skeleton(config)
@@ -79,35 +76,22 @@ def _existing(model: str) -> tuple[str, PreTrainedConfig]:
 
 
 def convert(options: argparse.Namespace) -> tuple[dict, str]:
-    if not is_training(options.model):
+    training = is_training(options.model)
+    if not training:
         _existing(options.model)
+    planned = {
+        name: getattr(options, name) for name in ("init", "layers", "part", "rope", "keep_softmax")
+    }
     if options.dry_run:
-        if is_training(options.model):
+        if training:
             raise ValueError(f"--dry-run plans models, got a training checkpoint, {options.model}")
-        check_fitting(options.function, options.calibrate, options.stats, options.seed)
-        chosen = dry_run(
-            options.model, options.function, init=options.init, layers=options.layers,
-            part=options.part, rope=options.rope, keep_softmax=options.keep_softmax,
-        )  # fmt: skip
-        fields = {
-            "plan": json.loads(chosen.to_json()),
-            "rope": options.rope,
-            "keep_softmax": options.keep_softmax,
-        }
-        also = f", its RoPE by {options.rope}" if options.rope else ""
-        if options.keep_softmax:
-            also += f", but for the {options.keep_softmax} layers that it would change most"
-        return fields, f"would change {chosen}{also}; nothing was written"
+        return _dry_run(options, planned)
     if options.out is None:
         raise ValueError("expected a folder to write, or --dry-run")
-    chosen = {
-        "init": options.init, "layers": options.layers, "keep_softmax": options.keep_softmax,
-        "calibration": options.calibrate, "evaluation": options.evaluate, "stats": options.stats,
-        "window": options.window, "windows": options.windows, "part": options.part,
-        "device_map": options.device_map, "rope": options.rope, "seed": options.seed,
-        "lengths": options.lengths, "needle": options.needle,
-    }  # fmt: skip
-    if is_training(options.model):
+    more = ("stats", "window", "windows", "device_map", "seed", "lengths", "needle")
+    chosen = planned | {name: getattr(options, name) for name in more}
+    chosen |= {"calibration": options.calibrate, "evaluation": options.evaluate}
+    if training:
         if options.push_to_hub is not None:
             raise ValueError("--push-to-hub uploads models, got a training checkpoint")
         report = convert_training(
@@ -125,13 +109,30 @@ def convert(options: argparse.Namespace) -> tuple[dict, str]:
     )  # fmt: skip
     sentence = (
         f"{options.model} -> {options.out} ({options.function} from {report['plan']['init']}): "
-        f"{figures(report)}"
+        f"{cost(report)}"
     )
     if options.push_to_hub is not None:
         sentence += f"; uploaded as {options.push_to_hub}"
     for advice in next_step(report, options.out):
         sentence += "\n" + advice.translate(str.maketrans("", "", ">*`")).strip()
     return report, sentence
+
+
+def _dry_run(options: argparse.Namespace, planned: dict) -> tuple[dict, str]:
+    check_arguments(
+        options.function, options.init, options.keep_softmax, options.calibrate, options.stats,
+        options.seed,
+    )  # fmt: skip
+    chosen = dry_run(options.model, options.function, **planned)
+    fields = {
+        "plan": json.loads(chosen.to_json()),
+        "rope": options.rope,
+        "keep_softmax": options.keep_softmax,
+    }
+    also = f", its RoPE by {options.rope}" if options.rope else ""
+    if options.keep_softmax:
+        also += f", but for the {options.keep_softmax} layers that it would change most"
+    return fields, f"would change {chosen}{also}; nothing was written"
 
 
 def verify(options: argparse.Namespace) -> tuple[dict, str]:

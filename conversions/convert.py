@@ -1,57 +1,52 @@
 """A softmax checkpoint in, an ssmax or sigmoid checkpoint out.
 
-ssmax starts as the identity (multiplier 1 + 0·log n), so the converted model computes what the
+ssmax starts as the identity (query scale 1 + 0·log n), so the converted model computes what the
 original did, and that is verified before anything is written. sigmoid starts from a fit to the
 log-sum-exp (`calibrate.py`): near, not equal; it needs healing by further training.
+
+Five steps: prepare (all that can be refused before weights are loaded), load, ask the model its
+questions, change its attention, ask again; then the folder is written.
 """
 
+import inspect
 import json
-import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_sigmoid import configuration, text
-from hf_sigmoid.conversions import card as cards
-from hf_sigmoid.conversions import folding, hub, pictures
-from hf_sigmoid.conversions import report as reports
-from hf_sigmoid.conversions.checks import (
-    check_arguments,
-    check_disk,
-    check_fitting,
-    check_questions,
-    check_source,
-    check_weights_left_alone,
-)
+from hf_sigmoid import parameters, support, text
+from hf_sigmoid.checkpoint_files import files_sha256, weights_of
+from hf_sigmoid.conversions import hub, pictures
+from hf_sigmoid.conversions.card import base_model, card
 from hf_sigmoid.conversions.companions import copy_companions
 from hf_sigmoid.conversions.compare import Measure, token_windows
-from hf_sigmoid.conversions.evaluation import Evaluation, Questions
-from hf_sigmoid.conversions.merging import Probe, merge, with_adapter
+from hf_sigmoid.conversions.evaluation import Questions, Stages, ask, figures, questions
 from hf_sigmoid.conversions.models import (
+    check_disk,
+    find_part,
     load,
     loading_class,
+    model_class,
     positions,
     save,
     skeleton,
 )
-from hf_sigmoid.conversions.plan import Plan, plan
-from hf_sigmoid.conversions.reading import check_mask_token, check_runs_on_text
-from hf_sigmoid.conversions.revert import (
-    REPORT,
-    check_untrained,
-    fingerprint,
-    restore_weights,
-    revert,
-)
-from hf_sigmoid.conversions.stages import Stages
-from hf_sigmoid.conversions.starts import calibration_sums, to_sigmoid, to_ssmax
+from hf_sigmoid.conversions.plan import Plan, check_config, check_init, parse_layers, plan
+from hf_sigmoid.conversions.reading import check_mask_token, check_reads_text, check_runs_on_text
+from hf_sigmoid.conversions.report import markdown
+from hf_sigmoid.conversions.revert import REPORT, fingerprint
+from hf_sigmoid.conversions.starts import Calibration, calibration_sums, to_sigmoid, to_ssmax
 from hf_sigmoid.embedded import checkpoint
 from hf_sigmoid.files import check_new_folder, existing_parent, new_folder
+from hf_sigmoid.layer_types import layer_count
 from hf_sigmoid.loading import load_tokenizer
 from hf_sigmoid.rope import RECORD as ROPE
-from hf_sigmoid.rope import change_rope, check_rope
+from hf_sigmoid.rope import Change, change_rope, check_rope
 from hf_sigmoid.text import sources
 
 STATISTICS = "stats.safetensors"
@@ -88,15 +83,16 @@ def convert(
         target: folder to write; must not exist or be empty. Written under another name, then
             renamed.
         function: "ssmax" or "sigmoid".
-        init: what the row numbers start from, see `Plan`. None: ssmax starts as the identity,
-            sigmoid from the better on the evaluation text of "calibrated-query" and "calibrated".
+        init: what the query biases or scales start from, see `Plan`. None: ssmax starts as the
+            identity, sigmoid from the better on the evaluation text of "calibrated-query" and
+            "calibrated".
         layers: indices of the layers to convert, or text as "0-15,not:3"; None converts all.
         part: of a composite model, the part to convert, see `plan`.
         keep_softmax: sigmoid only: so many layers, those farthest from their softmax output, stay
             softmax.
         rope: ssmax only: "theta:F", "ntk:F" or "yarn:F", another RoPE as well, see `rope.py`. Not
             an identity.
-        calibration: text that sigmoid's row numbers are fitted on, files or "dataset:NAME", see
+        calibration: text that sigmoid's query biases are fitted on, files or "dataset:NAME", see
             `text/sources.py`; None takes the built-in text.
         evaluation: text for the perplexities and needles; "builtin" is the built-in text's held-out
             chapters, "none" measures nothing. None is "builtin", but "none" for ssmax's identity,
@@ -124,118 +120,63 @@ def convert(
             know the user, or a failed identity check; nothing has been written then.
         OSError: a failed upload; the folder is complete.
     """
-    given = dict(locals())
-    start = time.perf_counter()
+    given, start = dict(locals()), time.perf_counter()
     # Resolved, so that a link or "." is replaced by name like any other empty folder.
     target = Path(target).resolve()
-    check_arguments(function, init, keep_softmax, window, windows)
-    check_fitting(function, calibration, stats, seed)
+    check_arguments(function, init, keep_softmax, calibration, stats, seed)
     check_new_folder(target)
     if push_to_hub is not None:
         hub.check(push_to_hub, source)
     elif private:
         raise ValueError("--private goes with --push-to-hub")
-
-    evaluation = evaluation[0] if evaluation in (["builtin"], ["none"]) else evaluation
-    identity = function == "ssmax" and init in (None, "identity") and rope is None
-    asked_for = evaluation is not None or lengths is not None or bool(needle)
-    measured = evaluation != "none" and (asked_for or not identity)
-    if not measured and (lengths is not None or needle):
-        raise ValueError("--lengths and --needle measure on a text, got --evaluate none")
-
-    path = checkpoint(source)
-    config = AutoConfig.from_pretrained(path)
-    part, layers = check_source(config, function, layers, part)
-    tokenizer = load_tokenizer(path)
-    empty = skeleton(config)
-    chosen = plan(empty, function, layers=layers, init=init, part=part)
-    change = None if rope is None else check_rope(empty, rope, function)
-    mask_token = check_mask_token(empty, tokenizer)
-    longest = positions(empty, part)
-    if longest is not None and window > longest:
-        raise ValueError(f"window must be at most the model's {longest} positions, got {window}")
-    reach = longest if change is None else change.positions(config)
-    check_questions(lengths, needle, reach)
-    given_text = None if evaluation in ("builtin", "none") else evaluation
-    evaluation_text = sources.read(
-        given_text, text.held_out, "evaluation", tokenizer, windows * max(window, *(lengths or [0]))
-    )
-    questions = Questions(
-        tokenizer, evaluation_text.content, window=window, windows=windows, lengths=lengths,
-        needle=needle, positions=reach,
+    ready = _prepare(
+        checkpoint(source), function, init=init, layers=layers, part=part, rope=rope,
+        calibration=calibration, evaluation=evaluation, window=window, windows=windows, seed=seed,
+        lengths=lengths, needle=needle,
     )  # fmt: skip
-    calibration_text = sources.read(
-        calibration, text.train, "calibration", tokenizer, windows * window, seed=seed
-    )
-    calibration_ids = token_windows(
-        tokenizer, calibration_text.content, window, windows, seed=seed, what="calibration text"
-    )
-
-    stages = Stages()
+    chosen, asked, stages = ready.plan, ready.questions, Stages()
     with stages("loading"):
-        model = load(
-            path, device_map=device_map, max_memory=max_memory, offload_near=existing_parent(target)
-        )
-        check_runs_on_text(model, part, calibration_ids[:1, :8])
+        near = existing_parent(target)
+        model = load(ready.path, device_map=device_map, max_memory=max_memory, offload_near=near)
+        check_runs_on_text(model, chosen.part, ready.calibration_ids[:1, :8])
         check_disk(target, model)
         weights = fingerprint(model)
-    report: dict = {
-        "source": str(source), "base": cards.base_model(source, path, config),
-        "weights_sha256": weights, "options": reports.options(convert, given),
-        "window": window,
+    measure = Measure(model, chosen.part, ready.mask_token, progress)
+    report: dict[str, Any] = {
+        "source": str(source), "base": base_model(source, ready.path, ready.config),
+        "weights_sha256": weights, "options": _options(given), "window": window,
+        "metric": measure.name, "class": loading_class(model),
     }  # fmt: skip
-    measure = Measure(model, part, mask_token, progress)
-    report["metric"] = measure.name
-    report["class"] = loading_class(model)
-    asked = Evaluation(questions, measure, stages)
-    if measured:
-        report["evaluation_text"] = evaluation_text.name
-        report["evaluation_text_sha256"] = evaluation_text.sha256
-        report |= asked.before(model)
+    before = ask(model, asked, measure, stages, "before") if asked else None
     fitted = None
     if function == "ssmax":
         with stages("identity check"):
-            check_ids = questions.windows[:2, : min(window, 256)]
-            report["largest_logit_difference"] = to_ssmax(model, chosen, check_ids)
-        if change is not None:
-            change_rope(model, change)
+            ids = ready.windows[:2, : min(window, 256)]
+            report["largest_logit_difference"] = to_ssmax(model, chosen, ids)
+        if ready.rope is not None:
+            change_rope(model, ready.rope)
             report["rope"] = getattr(model.config, ROPE)
     else:
         fitted = calibration_sums(
-            model, chosen, calibration_text, calibration_ids, stats=stats, weights=weights,
+            model, chosen, ready.calibration, ready.calibration_ids, stats=stats, weights=weights,
             stages=stages, progress=progress,
         )  # fmt: skip
         report["calibration_tokens"] = fitted.tokens
-        report["calibration_text"] = calibration_text.name if stats is None else Path(stats).name
+        report["calibration_text"] = fitted.text_name
         report["calibration_text_sha256"] = fitted.text_sha256
-        chosen, figures = to_sigmoid(
-            model,
-            chosen,
-            fitted,
-            asked,
-            init=init if measured else chosen.init,
-            keep_softmax=keep_softmax,
-            progress=progress,
-        )
-        report |= figures
+        chosen, found = to_sigmoid(
+            model, chosen, fitted, ready.windows, measure, stages,
+            choose=init is None and asked is not None, keep_softmax=keep_softmax, progress=progress,
+        )  # fmt: skip
+        report |= found
     report["plan"] = json.loads(chosen.to_json())
-    if measured:
-        report |= asked.after(model)
+    if asked and before:
+        report["evaluation_text"] = ready.text.name
+        report["evaluation_text_sha256"] = ready.text.sha256
+        report |= figures(asked, measure, before, ask(model, asked, measure, stages, "after"))
     report["stages"] = stages.rows()
     report["seconds"] = round(time.perf_counter() - start, 1)
-    with new_folder(target) as folder:
-        save(model, folder, path)
-        tokenizer.save_pretrained(folder)
-        copy_companions(path, folder)
-        report["files_sha256"] = check_weights_left_alone(folder, path)
-        report["pictures"] = pictures.draw(folder, model, report)
-        (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        (folder / "report.md").write_text(reports.markdown(report, chosen), encoding="utf-8")
-        (folder / "README.md").write_text(
-            cards.card(report, chosen, push_to_hub or target.name), encoding="utf-8"
-        )
-        if fitted is not None:
-            fitted.save(folder / STATISTICS)
+    _write(target, model, ready, chosen, report, fitted, push_to_hub or target.name)
     if push_to_hub is not None:
         hub.push(target, push_to_hub, private=private)
     return report
@@ -258,83 +199,159 @@ def dry_run(
     Raises:
         ValueError: as `convert`, where the config alone tells.
     """
-    check_arguments(function, init, keep_softmax, window=4, windows=1)
+    check_arguments(function, init, keep_softmax)
     config = AutoConfig.from_pretrained(checkpoint(source))
-    part, layers = check_source(config, function, layers, part)
+    return _planned(config, function, init, layers, part, rope)[0]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A conversion before weights are loaded: what is planned, asked and read."""
+
+    path: str
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    plan: Plan
+    rope: Change | None
+    mask_token: int | None
+    text: sources.Text  # to evaluate on
+    windows: Tensor  # of it, [count, window]
+    questions: Questions | None  # None: nothing is measured
+    calibration: sources.Text
+    calibration_ids: Tensor
+
+
+def _prepare(
+    path: str, function: str, *, init, layers, part, rope, calibration, evaluation, window: int,
+    windows: int, seed: int | None, lengths: Sequence[int] | None, needle: int,
+) -> Prepared:  # fmt: skip
+    if window < 4 or windows < 1:
+        raise ValueError(
+            f"expected a window of at least 4 tokens and 1 window, got {window} and {windows}"
+        )
+    if needle < 0:
+        raise ValueError(f"--needle must be a number of needles, got {needle}")
+    evaluation = evaluation[0] if evaluation in (["builtin"], ["none"]) else evaluation
+    identity = function == "ssmax" and init in (None, "identity") and rope is None
+    asked_for = evaluation is not None or lengths is not None or bool(needle)
+    measured = evaluation != "none" and (asked_for or not identity)
+    if not measured and (lengths is not None or needle):
+        raise ValueError("--lengths and --needle measure on a text, got --evaluate none")
+    config = AutoConfig.from_pretrained(path)
+    chosen, change, empty = _planned(config, function, init, layers, part, rope)
+    tokenizer = load_tokenizer(path)
+    mask_token = check_mask_token(empty, tokenizer)
+    longest = positions(empty, chosen.part)
+    if longest is not None and window > longest:
+        raise ValueError(f"window must be at most the model's {longest} positions, got {window}")
+    reach = longest if change is None else change.positions(config)
+    for length in lengths or ():
+        if length < 4 or (reach is not None and length > reach):
+            most = "" if reach is None else f" and at most the model's {reach} positions"
+            raise ValueError(f"--lengths must be at least 4 tokens{most}, got {length}")
+    given = None if evaluation in ("builtin", "none") else evaluation
+    tokens = windows * max(window, *(lengths or [0]))
+    held_out = sources.read(given, text.held_out, "evaluation", tokenizer, tokens)
+    asked = questions(
+        tokenizer, held_out.content, window=window, windows=windows, lengths=lengths,
+        needle=needle, positions=reach,
+    )  # fmt: skip
+    fitted_on = sources.read(
+        calibration, text.train, "calibration", tokenizer, windows * window, seed=seed
+    )
+    ids = token_windows(
+        tokenizer, fitted_on.content, window, windows, seed=seed, what="calibration text"
+    )
+    return Prepared(
+        path, config, tokenizer, chosen, change, mask_token, held_out, asked.windows[window],
+        asked if measured else None, fitted_on, ids,
+    )  # fmt: skip
+
+
+def _planned(
+    config: PreTrainedConfig, function: str, init, layers, part, rope
+) -> tuple[Plan, Change | None, PreTrainedModel]:
+    """The plan, the change of the RoPE, and the model without weights that both were asked of."""
+    cls = model_class(config)
+    check_reads_text(cls)
+    if isinstance(layers, str):
+        layers = parse_layers(layers, layer_count(find_part(config, part)[1]))
+    part, layers = check_config(config, layers, part)
+    if part is None:
+        support.check_class(cls, config, function)
     empty = skeleton(config)
-    if rope is not None:
-        check_rope(empty, rope, function)
-    return plan(empty, function, layers=layers, init=init, part=part)
+    change = None if rope is None else check_rope(empty, rope, function)
+    return plan(empty, function, layers=layers, init=init, part=part), change, empty
 
 
-def revert_checkpoint(
-    source: str | Path,
-    target: str | Path,
-    *,
-    approximate: bool = False,
-    device_map: str | dict | None = None,
-) -> bool:
-    """Write a converted checkpoint back as a softmax model.
+def check_arguments(
+    function: str,
+    init: str | None,
+    keep_softmax: int,
+    calibration: object = None,
+    stats: object = None,
+    seed: int | None = None,
+) -> None:
+    """Refuse a start of another function, and for ssmax what only sigmoid's start reads."""
+    if function not in parameters.FUNCTIONS:
+        raise ValueError(f"--to must be one of {', '.join(parameters.FUNCTIONS)}, got {function!r}")
+    if init is not None:
+        check_init(function, init)
+    if keep_softmax and (function != "sigmoid" or keep_softmax < 0):
+        raise ValueError(
+            f"--keep-softmax ranks layers for sigmoid, auto:1 or more, got {keep_softmax} for "
+            f"{function!r}"
+        )
+    fitting = {"--calibrate": calibration, "--stats": stats, "--seed": seed}
+    given = [name for name, value in fitting.items() if value is not None]
+    if given and function == "ssmax":
+        raise ValueError(f"{' and '.join(given)} fit sigmoid's query biases, got --to ssmax")
 
-    Args:
-        approximate: also if its weights were trained since, so that the result is not the original.
-        device_map: where the weights are kept meanwhile, as for `convert`.
 
-    Returns:
-        Are the weights those of the original, bit for bit?
-
-    Raises:
-        ValueError: not a converted checkpoint, weights that were trained since, a target that is
-            not empty; nothing has been written then.
-    """
-    target = Path(target).resolve()
-    check_new_folder(target)
-    source = checkpoint(source)
-    config = AutoConfig.from_pretrained(source)
-    if not configuration.find_section(config):
-        raise ValueError(f"the model must be a converted one, got {source} on softmax")
-    near = existing_parent(target)
-    model = revert(load(source, device_map=device_map, offload_near=near))
-    check_disk(target, model)
-    tokenizer = load_tokenizer(source)
-    originals = restore_weights(model, source)
-    unknown = approximate and not (Path(source) / REPORT).is_file()
+def _write(
+    target: Path, model: PreTrainedModel, ready: Prepared, chosen: Plan, report: dict,
+    fitted: Calibration | None, name: str,
+) -> None:  # fmt: skip
     with new_folder(target) as folder:
-        save(model, folder, source, originals=originals)
-        exact = not unknown and check_untrained(model, source, folder)
-        if not exact and not approximate:
+        save(model, folder, ready.path)
+        ready.tokenizer.save_pretrained(folder)
+        copy_companions(ready.path, folder)
+        report["files_sha256"] = files_sha256(folder)
+        # A model may call its weights otherwise than old files do: names say nothing there.
+        same_names = weights_of(folder).keys() == weights_of(ready.path).keys()
+        if same_names and report["files_sha256"] != files_sha256(ready.path):
             raise ValueError(
-                f"the weights of {source} were trained since the conversion, so that softmax would "
-                "not give back the original: --approximate writes it all the same"
+                f"the weights of {ready.path} must not change, and would: nothing was written"
             )
-        tokenizer.save_pretrained(folder)
-        copy_companions(source, folder)
-    return exact
+        report["pictures"] = pictures.draw(folder, model, report)
+        write_reports(folder, report, name)
+        if fitted is not None:
+            fitted.save(folder / STATISTICS)
 
 
-def merge_adapter(adapter: str | Path, base: str | Path, target: str | Path) -> None:
-    """Write base and PEFT adapter as one checkpoint, trained row numbers included.
+def write_reports(folder: Path, report: dict, name: str) -> None:
+    """Write `report.json`, `report.md` and the model card `README.md` into a folder."""
+    chosen = Plan.from_json(json.dumps(report["plan"]))
+    for file, content in (
+        (REPORT, json.dumps(report, indent=2) + "\n"),
+        ("report.md", markdown(report, chosen)),
+        ("README.md", card(report, chosen, name)),
+    ):
+        (folder / file).write_text(content, encoding="utf-8")
 
-    Before the folder gets its name it is loaded, and must compute what base and adapter do.
 
-    Raises:
-        ValueError: an adapter that does not fit the base (`Unsupported`: row numbers on a base
-            without), a merged model of other logits, a target that is not empty; nothing has been
-            written then.
-    """
-    target = Path(target).resolve()
-    check_new_folder(target)
-    base = checkpoint(base)
-    model = with_adapter(base, adapter)
-    check_disk(target, model.get_base_model())
-    tokenizer = load_tokenizer(base)
-    probe = Probe(model)
-    model = merge(model)
-    with new_folder(target) as folder:
-        save(model, folder, base, cast=True)
-        tokenizer.save_pretrained(folder)
-        copy_companions(base, folder)
-        for name in (REPORT, folding.FILE):  # what `revert` needs of a converted base
-            if (Path(base) / name).is_file():
-                shutil.copy2(Path(base) / name, folder / name)
-        probe.check(folder)
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `convert` that are not the default, as JSON can hold them."""
+    return {
+        name: _plain(given[name])
+        for name, parameter in inspect.signature(convert).parameters.items()
+        if parameter.default not in (parameter.empty, given[name]) and name != "progress"
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)

@@ -1,18 +1,73 @@
 """The same questions to a model before its conversion and after it."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_sigmoid.conversions.compare import Measure, token_windows
-from hf_sigmoid.conversions.haystack import Haystack, Sample
-from hf_sigmoid.conversions.needles import found, prompts
 from hf_sigmoid.conversions.reading import kind
-from hf_sigmoid.conversions.stages import Stages
+from hf_sigmoid.evals.probe import needle_prompts, score
+from hf_sigmoid.evals.samples import Sample
+
+DEPTHS = (0.0, 0.5, 1.0)
 
 
+class Stages:
+    """Seconds and tokens of a conversion by stage; a stage that is entered again adds up."""
+
+    def __init__(self):
+        self._spent: dict[str, dict] = {}
+
+    @contextmanager
+    def __call__(self, name: str, tokens: int = 0) -> Iterator[None]:
+        """Time what happens inside; `tokens` are those that run through the model there."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = self._spent.setdefault(name, {"stage": name, "seconds": 0.0, "tokens": 0})
+            spent["seconds"] += time.perf_counter() - start
+            spent["tokens"] += tokens
+
+    def rows(self) -> list[dict]:
+        return [{**row, "seconds": round(row["seconds"], 1)} for row in self._spent.values()]
+
+
+@dataclass(frozen=True)
 class Questions:
-    """Windows of a text and prompts that hide a needle in it, made before any model is run.
+    """Windows of a text and prompts that hide a needle in it, made before any model is run."""
+
+    window: int
+    lengths: list[int]  # that are reported
+    windows: dict[int, Tensor]  # length -> [count, length], the window's own too
+    needles: dict[int, list[Sample]]
+    without_needle: dict[int, str]  # length -> why it has none
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The measure, and accuracy and log-probability of needles, by length."""
+
+    measured: dict[int, float]
+    needles: dict[int, dict[str, float]]
+
+
+def questions(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    window: int,
+    windows: int,
+    lengths: Sequence[int] | None = None,
+    needle: int = 0,
+    positions: int | None = None,
+) -> Questions:
+    """Make the questions.
 
     Args:
         lengths: in tokens; None takes 128, 256, 512 … up to `window`. Those up to `window` are the
@@ -23,105 +78,72 @@ class Questions:
     Raises:
         ValueError: a text that is too short, or not one length at which a needle can be hidden.
     """
+    lengths = default_lengths(window) if lengths is None else sorted({*lengths})
+    of_text = token_windows(tokenizer, text, window, windows, what="evaluation text")
+    ids = {
+        length: of_text[:, :length]
+        if length <= window
+        else token_windows(tokenizer, text, length, windows, what="evaluation text")
+        for length in sorted({*lengths, window})
+    }
+    needles, without = {}, {}
+    if needle:
+        needles, without = needle_prompts(
+            text, tokenizer, lengths, depths=DEPTHS, samples=needle, positions=positions
+        )
+        if not needles:
+            raise ValueError(f"no needle can be hidden: {'; '.join(without.values())}")
+    return Questions(window, lengths, ids, needles, without)
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        text: str,
-        *,
-        window: int,
-        windows: int,
-        lengths: Sequence[int] | None = None,
-        needle: int = 0,
-        positions: int | None = None,
-    ):
-        self.window = window
-        self.lengths = default_lengths(window) if lengths is None else sorted({*lengths})
-        self.windows = token_windows(tokenizer, text, window, windows, what="evaluation text")
-        self.ids = {
-            length: self.windows[:, :length]
-            if length <= window
-            else token_windows(tokenizer, text, length, windows, what="evaluation text")
-            for length in sorted({*self.lengths, window})
+
+def ask(
+    model: PreTrainedModel, asked: Questions, measure: Measure, stages: Stages, when: str
+) -> Answers:
+    """Ask a model; `when`, "before" or "after", is in the progress and the stages.
+
+    Raises:
+        ValueError: a needle cannot be asked of this kind of model.
+    """
+    if asked.needles and kind(model) != "causal":
+        raise ValueError(f"--needle asks causal language models, got {type(model).__name__}")
+    measured, needles = {}, {}
+    for length, ids in asked.windows.items():
+        with stages(f"evaluation {when}", ids.numel()):
+            measured[length] = measure(model, ids, f"{when}, {length} tokens")
+    for length, samples in asked.needles.items():
+        with stages(f"needles {when}", length * len(samples)):
+            scores = score(model, samples, name=f"needles {when}", progress=measure.progress)
+        needles[length] = {
+            "accuracy": sum(each.correct for each in scores) / len(scores),
+            "logprob": sum(each.logprob for each in scores) / len(scores),
         }
-        self.prompts: dict[int, list[Sample]] = {}
-        self.without_needle: dict[int, str] = {}
-        if needle:
-            self.prompts, self.without_needle = prompts(
-                Haystack(text, tokenizer), self.lengths, needle, positions
-            )
-            if not self.prompts:
-                raise ValueError(
-                    f"no needle can be hidden: {'; '.join(self.without_needle.values())}"
-                )
+    return Answers(measured, needles)
 
 
-class Evaluation:
-    """Asks a model before and after its conversion; what it says, for the report."""
-
-    def __init__(self, questions: Questions, measure: Measure, stages: Stages):
-        self.questions, self.measure, self.stages = questions, measure, stages
-        self._before: tuple[dict, dict] = ({}, {})
-
-    def before(self, model: PreTrainedModel) -> dict[str, float]:
-        """Of the model as it was.
-
-        Raises:
-            ValueError: a needle cannot be asked of this kind of model.
-        """
-        if self.questions.prompts and kind(model) != "causal":
-            raise ValueError(f"--needle asks causal language models, got {type(model).__name__}")
-        self._before = self._by_length(model, "before"), self._needles(model, "before")
-        if self.measure.of_features:
-            return {}  # nothing to compare with
-        return {"perplexity_before": self._before[0][self.questions.window]}
-
-    def after(self, model: PreTrainedModel) -> dict:
-        """Of the converted model, beside what it was; also `lengths` and `needle`, by length."""
-        before, needles_before = self._before
-        after, needles = self._by_length(model, "after"), self._needles(model, "after")
-        key = "hidden_state_change" if self.measure.of_features else "perplexity_after"
-        figures: dict = {
-            key: after[self.questions.window],
-            "lengths": [
-                {"tokens": length, "before": before[length], "after": after[length]}
-                for length in self.questions.lengths
-            ],
-        }
-        if needles:
-            figures["needle"] = [
-                {
-                    "tokens": length,
-                    "samples": len(self.questions.prompts[length]),
-                    **{f"{name}_before": value for name, value in needles_before[length].items()},
-                    **{f"{name}_after": value for name, value in needles[length].items()},
-                }
-                for length in needles
-            ]
-            left_out = self.questions.without_needle
-            figures["without_needle"] = {str(length): why for length, why in left_out.items()}
-        return figures
-
-    def start(self, model: PreTrainedModel, name: str) -> float:
-        """One figure, on the windows alone, to choose a start by: the less, the better."""
-        with self.stages(name, self.questions.windows.numel()):
-            return self.measure(model, self.questions.windows, name)
-
-    def _by_length(self, model: PreTrainedModel, when: str) -> dict[int, float]:
-        by_length = {}
-        for length, ids in self.questions.ids.items():
-            with self.stages(f"evaluation {when}", ids.numel()):
-                by_length[length] = self.measure(model, ids, f"{when}, {length} tokens")
-        return by_length
-
-    def _needles(self, model: PreTrainedModel, when: str) -> dict[int, dict[str, float]]:
-        scores = {}
-        for length, samples in self.questions.prompts.items():
-            with self.stages(f"needles {when}", length * len(samples)):
-                scores[length] = found(
-                    model, samples, name=f"needles {when}", progress=self.measure.progress
-                )
-        return scores
+def figures(asked: Questions, measure: Measure, before: Answers, after: Answers) -> dict[str, Any]:
+    """The report's figures of a model as it was and as it is converted."""
+    found: dict[str, Any] = {}
+    if measure.of_features:
+        found["hidden_state_change"] = after.measured[asked.window]
+    else:
+        found["perplexity_before"] = before.measured[asked.window]
+        found["perplexity_after"] = after.measured[asked.window]
+    found["lengths"] = [
+        {"tokens": length, "before": before.measured[length], "after": after.measured[length]}
+        for length in asked.lengths
+    ]
+    if asked.needles:
+        found["needle"] = [
+            {
+                "tokens": length,
+                "samples": len(samples),
+                **{f"{name}_before": value for name, value in before.needles[length].items()},
+                **{f"{name}_after": value for name, value in after.needles[length].items()},
+            }
+            for length, samples in asked.needles.items()
+        ]
+        found["without_needle"] = {str(n): why for n, why in asked.without_needle.items()}
+    return found
 
 
 def default_lengths(window: int) -> list[int]:

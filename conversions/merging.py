@@ -1,6 +1,7 @@
 """A PEFT adapter and its base as one model, and the check that it computes what the two did."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_sigmoid.checkpoint_files import dtypes_of
-from hf_sigmoid.conversions.models import load, widest
+from hf_sigmoid.conversions import folding
+from hf_sigmoid.conversions.companions import copy_companions
+from hf_sigmoid.conversions.models import check_disk, load, save, widest
 from hf_sigmoid.conversions.reading import feed, outputs
-from hf_sigmoid.loading import check_source
+from hf_sigmoid.conversions.revert import REPORT
+from hf_sigmoid.embedded import checkpoint
+from hf_sigmoid.files import check_new_folder, new_folder
+from hf_sigmoid.loading import check_source, load_tokenizer
 
 if TYPE_CHECKING:  # an extra's package, which only adapters need
     from peft import PeftModel
@@ -20,6 +26,34 @@ PROBE_TOKENS = 32
 # Of the largest logit: products are summed in another order, and in 16 bits the merged weight is
 # rounded, where the adapter's share was not.
 ALLOWED = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+
+
+def merge_adapter(adapter: str | Path, base: str | Path, target: str | Path) -> None:
+    """Write base and PEFT adapter as one checkpoint, trained per-query terms included.
+
+    Before the folder gets its name it is loaded, and must compute what base and adapter do.
+
+    Raises:
+        ValueError: an adapter that does not fit the base (`Unsupported`: per-query terms on a base
+            without), a merged model of other logits, a target that is not empty; nothing has been
+            written then.
+    """
+    target = Path(target).resolve()
+    check_new_folder(target)
+    base = checkpoint(base)
+    model = with_adapter(base, adapter)
+    check_disk(target, model.get_base_model())
+    tokenizer = load_tokenizer(base)
+    probe = Probe(model)
+    model = merge(model)
+    with new_folder(target) as folder:
+        save(model, folder, base, cast=True)
+        tokenizer.save_pretrained(folder)
+        copy_companions(base, folder)
+        for name in (REPORT, folding.FILE):  # what `revert` needs of a converted base
+            if (Path(base) / name).is_file():
+                shutil.copy2(Path(base) / name, folder / name)
+        probe.check(folder)
 
 
 def with_adapter(base: str, adapter: str | Path) -> "PeftModel":

@@ -5,6 +5,7 @@ the name of the part's config: `text_config`, `decoder`, `thinker_config.text_co
 """
 
 import functools
+import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
 from hf_sigmoid import checkpoint_files, parameters
+from hf_sigmoid.files import existing_parent
 
 # Where a config without `architectures` looks its class up, in this order.
 MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "")
@@ -154,6 +156,17 @@ def save(model: PreTrainedModel, folder: Path, source: str, **known) -> None:
     written = checkpoint_files.weights_of(folder)
     unused = [name for name in model.__dict__.get(UNUSED, ()) if name not in written]
     checkpoint_files.give_back(folder, source, unused=unused, **known)
+
+
+def check_disk(target: Path, model: PreTrainedModel) -> None:
+    """Raise ValueError without room for a copy of the model, before the work and not after it."""
+    parent = existing_parent(target)
+    needed = sum(tensor.nbytes for tensor in model.state_dict().values())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise ValueError(
+            f"the output needs {needed / 1e9:.2f} GB, {parent} has {free / 1e9:.2f} GB"
+        )
 
 
 def loading_class(model: PreTrainedModel) -> str:

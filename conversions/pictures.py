@@ -1,4 +1,4 @@
-"""A conversion as pictures: each module's error before and after calibration, the row numbers."""
+"""A conversion as pictures: each module's error before and after calibration, the query biases."""
 
 import importlib.util
 import math
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_sigmoid import parameters
 
 ERRORS = "layer_errors.png"
-ROWS = "row_numbers.png"
+BIASES = "query_bias.png"
 BEFORE, AFTER = "#9a9a9a", "#1f5fa8"  # grey steps back behind blue, in print as well
 
 # What a head's numbers are compared with: the bias −log n is offset 0 and slope −1.
@@ -42,8 +42,8 @@ def draw(folder: Path, model: PreTrainedModel, report: dict) -> list[str] | None
         draw_errors(folder / ERRORS, modules)
         written.append(ERRORS)
     if numbers:
-        draw_rows(folder / ROWS, numbers)
-        written.append(ROWS)
+        draw_rows(folder / BIASES, numbers)
+        written.append(BIASES)
     return written
 
 

@@ -19,7 +19,7 @@ STARTS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Which attention modules become which function, and what their row numbers start from.
+    """Which attention modules become which function, and what their per-query terms start from.
 
     ssmax, c_m = β + γ log n_m:
         identity      β 1, γ 0: the softmax model, to the last bit

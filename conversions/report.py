@@ -1,22 +1,9 @@
 """A conversion's report, to read."""
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hf_sigmoid.conversions.plan import Plan
-
-
-def options(function: Callable, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call that are not the default, as JSON can hold them."""
-    changed = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        value = given[name]
-        if parameter.default in (parameter.empty, value) or name == "progress":
-            continue
-        changed[name] = _plain(value)
-    return changed
 
 
 def markdown(report: dict, plan: Plan) -> str:
@@ -34,7 +21,7 @@ def markdown(report: dict, plan: Plan) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
-def figures(report: dict) -> str:
+def cost(report: dict) -> str:
     """What the conversion cost, in a sentence."""
     metric, window = report["metric"], report["window"]
     if not {"perplexity_after", "hidden_state_change"} & report.keys():
@@ -67,7 +54,7 @@ def _summary(report: dict) -> list[str]:
             tokens = report.get(f"{name}_tokens")
             tokens = f", {tokens} tokens" if tokens else ""
             rows.append([f"{name} text", f"{report[f'{name}_text']}{tokens}, SHA-256 `{digest}…`"])
-    metric, sentence = report["metric"], figures(report)
+    metric, sentence = report["metric"], cost(report)
     rows.append([f"**{metric}**", f"**{sentence.removeprefix(f'{metric} ')}**"])
     for key in ("perplexity_of_starts", "hidden_state_change_of_starts"):
         rows += [
@@ -161,7 +148,7 @@ def _distillation(run: dict) -> str:
     ]
     sentence = (
         f"Then distilled from the softmax model on {run['tokens']:,} tokens in "
-        f"{run['seconds']:.0f} s: {', then '.join(stages)} (numbers: row numbers, gains and "
+        f"{run['seconds']:.0f} s: {', then '.join(stages)} (numbers: per-query terms, gains and "
         "temperatures)."
     )
     if found := run["perplexity"]:
@@ -202,11 +189,3 @@ def _stages(report: dict) -> list[str]:
     ]
     rows.append(["all, but for writing", f"{report['seconds']:.1f}", ""])
     return table(["stage", "seconds", "tokens"], rows)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)

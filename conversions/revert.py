@@ -1,23 +1,27 @@
-"""Back to softmax, exactly where nothing but the row numbers was trained."""
+"""Back to softmax, exactly where nothing but the per-query terms was trained."""
 
 import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from hf_sigmoid import configuration, fingerprints, parameters
 from hf_sigmoid.checkpoint_files import files_sha256
 from hf_sigmoid.conversions import folding
-from hf_sigmoid.conversions.models import weights
+from hf_sigmoid.conversions.companions import copy_companions
+from hf_sigmoid.conversions.models import check_disk, load, save, weights
+from hf_sigmoid.embedded import checkpoint
+from hf_sigmoid.files import check_new_folder, existing_parent, new_folder
+from hf_sigmoid.loading import load_tokenizer
 from hf_sigmoid.rope import restore_rope
 
 REPORT = "report.json"  # what a conversion leaves in its folder
 
 
 def revert(model: PreTrainedModel) -> PreTrainedModel:
-    """Take the function, its row numbers and a changed RoPE out of a model; its weights stay.
+    """Take the function, its per-query terms and a changed RoPE out of a model; its weights stay.
 
     Raises:
         ValueError: the model is not converted.
@@ -33,7 +37,7 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 of a model's weights without its row numbers: that of the softmax model in it."""
+    """SHA-256 of a model's weights without its per-query terms: that of the softmax model in it."""
     return hashed(model, without=f".{parameters.HOLDER}.")
 
 
@@ -99,3 +103,48 @@ def check_untrained(
     if written is not None and "files_sha256" in known:  # earlier releases did not record it
         return files_sha256(written) == known["files_sha256"]
     return fingerprint(model) == known["weights_sha256"]
+
+
+def revert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    approximate: bool = False,
+    device_map: str | dict | None = None,
+) -> bool:
+    """Write a converted checkpoint back as a softmax model.
+
+    Args:
+        approximate: also if its weights were trained since, so that the result is not the original.
+        device_map: where the weights are kept meanwhile, as for `convert`.
+
+    Returns:
+        Are the weights those of the original, bit for bit?
+
+    Raises:
+        ValueError: not a converted checkpoint, weights that were trained since, a target that is
+            not empty; nothing has been written then.
+    """
+    target = Path(target).resolve()
+    check_new_folder(target)
+    source = checkpoint(source)
+    config = AutoConfig.from_pretrained(source)
+    if not configuration.find_section(config):
+        raise ValueError(f"the model must be a converted one, got {source} on softmax")
+    near = existing_parent(target)
+    model = revert(load(source, device_map=device_map, offload_near=near))
+    check_disk(target, model)
+    tokenizer = load_tokenizer(source)
+    originals = restore_weights(model, source)
+    unknown = approximate and not (Path(source) / REPORT).is_file()
+    with new_folder(target) as folder:
+        save(model, folder, source, originals=originals)
+        exact = not unknown and check_untrained(model, source, folder)
+        if not exact and not approximate:
+            raise ValueError(
+                f"the weights of {source} were trained since the conversion, so that softmax would "
+                "not give back the original: --approximate writes it all the same"
+            )
+        tokenizer.save_pretrained(folder)
+        copy_companions(source, folder)
+    return exact

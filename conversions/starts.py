@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from hf_sigmoid.conversions import statistics
 from hf_sigmoid.conversions.calibrate import Fit, NormalEquations, collect, layer_errors, solve
-from hf_sigmoid.conversions.evaluation import Evaluation
+from hf_sigmoid.conversions.compare import Measure
+from hf_sigmoid.conversions.evaluation import Stages
 from hf_sigmoid.conversions.plan import Plan, apply, check_init, check_reached, layer_indices, plan
 from hf_sigmoid.conversions.reading import reader
 from hf_sigmoid.conversions.revert import revert
-from hf_sigmoid.conversions.stages import Stages
 from hf_sigmoid.conversions.verify import differences, runs, unreached
 from hf_sigmoid.text.sources import Text
 
@@ -54,12 +54,13 @@ def to_ssmax(model: PreTrainedModel, chosen: Plan, ids: Tensor) -> dict[str, flo
 
 @dataclass
 class Calibration:
-    """The sums of a text that sigmoid's row numbers are fitted to, and where they are from."""
+    """The sums of a text that sigmoid's query biases are fitted to, and where they are from."""
 
     sums: dict[str, NormalEquations]
     batches: list[Tensor]  # of the text, on which layers are compared
     weights: str  # the fingerprint of the model
     tokens: int
+    text_name: str
     text_sha256: str | None
 
     def save(self, path: Path) -> None:
@@ -69,47 +70,42 @@ class Calibration:
 
 
 def calibration_sums(
-    model: PreTrainedModel,
-    chosen: Plan,
-    text: Text,
-    ids: Tensor,
-    *,
-    stats: str | Path | None,
-    weights: str,
-    stages: Stages,
-    progress: bool,
-) -> Calibration:
+    model: PreTrainedModel, chosen: Plan, text: Text, ids: Tensor, *, stats: str | Path | None,
+    weights: str, stages: Stages, progress: bool,
+) -> Calibration:  # fmt: skip
     """Collect the sums of a text, or read those of an earlier conversion."""
-    batches = list(ids[:4].split(4))
+    name, tokens, text_sha256 = text.name, ids.numel(), text.sha256
     if stats is not None:
+        name = Path(stats).name
         sums, tokens, text_sha256 = statistics.load(stats, weights=weights)
     else:
-        with stages("calibration", ids.numel()):
+        with stages("calibration", tokens):
             sums = collect(model, ids.split(4), part=chosen.part, progress=progress)
-        tokens, text_sha256 = ids.numel(), text.sha256
-    check_reached(name for name in chosen.converted if name not in sums)
-    return Calibration(sums, batches, weights, tokens, text_sha256)
+    check_reached(module for module in chosen.converted if module not in sums)
+    return Calibration(sums, list(ids[:4].split(4)), weights, tokens, name, text_sha256)
 
 
 def to_sigmoid(
-    model: PreTrainedModel,
-    chosen: Plan,
-    calibration: Calibration,
-    evaluation: Evaluation,
-    *,
-    init: str | None,
-    keep_softmax: int,
-    progress: bool,
-) -> tuple[Plan, dict]:
-    """Switch to sigmoid; the plan as it was carried out, and figures for the report."""
-    stages = evaluation.stages
+    model: PreTrainedModel, chosen: Plan, calibration: Calibration, windows: Tensor,
+    measure: Measure, stages: Stages, *, choose: bool, keep_softmax: int, progress: bool,
+) -> tuple[Plan, dict]:  # fmt: skip
+    """Switch to sigmoid; the plan as it was carried out, and figures for the report.
+
+    Args:
+        choose: take the better of the calibrated starts on the windows.
+    """
     sums, batches = calibration.sums, calibration.batches
-    fits, chosen, figures = _choose(model, chosen, sums, init, evaluation)
-    analytic = _analytic(sums)
+    figures: dict = {}
+    if choose:
+        fits, chosen, starts = _choose(model, chosen, sums, windows, measure, stages)
+        kind = "hidden_state_change" if measure.of_features else "perplexity"
+        figures[f"{kind}_of_starts"] = starts
+    else:
+        fits = _fits(sums, chosen.init)
     with stages("layer errors", 2 * sum(ids.numel() for ids in batches)):
         errors, before = (
             layer_errors(model, each, batches, part=chosen.part, progress=progress)
-            for each in (fits, analytic)
+            for each in (fits, _fits(sums, "minus-log-n"))
         )
     if keep_softmax:
         chosen = _keep(model, chosen, errors, keep_softmax)
@@ -126,31 +122,28 @@ def to_sigmoid(
     return chosen, figures
 
 
-def _choose(model, chosen: Plan, sums, init: str | None, evaluation: Evaluation):
-    """Fits of the planned start; of the better one on held-out text if none was asked for."""
-    if init == "minus-log-n":
-        return _analytic(sums), chosen, {}
-    if init is not None:
-        return solve(sums, query=chosen.init == "calibrated-query"), chosen, {}
+def _choose(
+    model: PreTrainedModel, chosen: Plan, sums: dict, windows: Tensor, measure: Measure,
+    stages: Stages,
+) -> tuple[dict[str, Fit], Plan, dict[str, float]]:  # fmt: skip
+    """Fits and plan of the better start on held-out text, and the measure of each."""
     candidates = {}
     for name in ("calibrated-query", "calibrated"):
-        fits = solve(sums, query=name == "calibrated-query")
+        fits = _fits(sums, name)
         candidate = plan(model, "sigmoid", layers=chosen.layers, init=name, part=chosen.part)
         apply(model, candidate, fits)
-        result = evaluation.start(model, f"start {name}")
+        with stages(f"start {name}", windows.numel()):
+            candidates[measure(model, windows, f"start {name}"), name] = fits, candidate
         revert(model)
-        candidates[result, name] = fits, candidate
-    features = evaluation.measure.of_features
-    starts = "hidden_state_change_of_starts" if features else "perplexity_of_starts"
-    figures = {starts: {name: result for result, name in candidates}}
-    return *candidates[min(candidates)], figures
+    return *candidates[min(candidates)], {name: result for result, name in candidates}
 
 
-def _analytic(sums) -> dict[str, Fit]:
-    """b = −log n as a fit, to measure its errors."""
-    fits = solve(sums, query=False)
-    for fit in fits.values():
-        fit.offset, fit.slope = torch.zeros_like(fit.offset), -torch.ones_like(fit.slope)
+def _fits(sums: dict[str, NormalEquations], init: str) -> dict[str, Fit]:
+    """The fits of a start; "minus-log-n" is b = −log n as one, to measure its errors."""
+    fits = solve(sums, query=init == "calibrated-query")
+    if init == "minus-log-n":
+        for fit in fits.values():
+            fit.offset, fit.slope = torch.zeros_like(fit.offset), -torch.ones_like(fit.slope)
     return fits
 
 

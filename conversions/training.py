@@ -1,7 +1,7 @@
 """Conversion in the middle of training: the weights change their attention, the optimiser goes on.
 
-Old parameters keep their moments, the row numbers start without any, the step count goes on. Two
-kinds of checkpoint are known:
+Old parameters keep their moments, the per-query terms start without any, the step count goes on.
+Two kinds of checkpoint are known:
 
 * a checkpoint of `recipes/continue_pretrain.py` (`RUN/checkpoints/step_N`) becomes a run of its
   own, that the recipe resumes;

@@ -39,7 +39,7 @@ def weight_files(source: str | Path) -> list[Path]:
 
 
 def weights_of(source: str | Path) -> dict[str, tuple[Path, str]]:
-    """The file and the dtype, as safetensors names it, of every weight; row numbers left out."""
+    """File and dtype, as safetensors names it, of every weight; per-query terms left out."""
     found = {}
     for file in weight_files(source):
         with safe_open(file, "pt") as tensors:

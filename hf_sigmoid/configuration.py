@@ -5,7 +5,7 @@
     {"version": 1, "function": "ssmax", "offset": 1.0, "slope": 0.0,
      "parameters": ["offset", "slope"], "learn": true, "layers": null}
 
-and "anchor": L if the row number starts to grow at L keys only.
+and "anchor": L if the per-query term starts to grow at L keys only.
 """
 
 import difflib
@@ -79,7 +79,7 @@ def configure(
         learn: hold the numbers as trainable float32 parameters; else they are constants of the
             config. ssmax with neither offset nor slope given is always learnable: its default.
         layers: indices of the layers to convert, the others stay softmax; None converts all.
-        anchor: L; log n is replaced by max(0, log(n / L)), so that the row number is offset_h up to
+        anchor: L; log n is replaced by max(0, log(n / L)), so that the query scale is offset_h up to
             n = L keys.
 
     Raises:

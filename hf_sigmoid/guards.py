@@ -17,7 +17,7 @@ KEPT = ("function", "parameters", "layers", "anchor")  # of the section; the res
 
 
 def guard_peft() -> None:
-    """An adapter with trained row numbers needs a model that has them; PEFT drops them silently."""
+    """An adapter with per-query terms needs a model that has them; PEFT drops them silently."""
     from peft.tuners.tuners_utils import BaseTuner
 
     original = BaseTuner.inject_adapter
@@ -31,7 +31,7 @@ def guard_peft() -> None:
         keeps = any(name.rpartition(".")[-1] == HOLDER for name in names)
         if keeps and not any(list(holder_of(each).parameters()) for _, each in holders(model)):
             raise Unsupported(
-                f"adapter {adapter_name!r} keeps {HOLDER!r} (modules_to_save), the row numbers of "
+                f"adapter {adapter_name!r} keeps {HOLDER!r} (modules_to_save), per-query terms of "
                 f"sigmoid or ssmax attention, but {type(model).__name__} has none: load the "
                 "converted checkpoint that the adapter was trained on, or convert this model the "
                 "same way first"

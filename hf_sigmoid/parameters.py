@@ -56,8 +56,11 @@ class LogLength(nn.Module):
         return True
 
     def forward(self, log_n: Tensor, query: Tensor) -> Tensor:
-        """Row numbers `[B, H, M]`, float32, from log n broadcastable to it and `query` [B, H, M,
-        D].
+        """Per-query terms `[B, H, M]`, float32.
+
+        Args:
+            log_n: broadcastable to `[B, H, M]`.
+            query: `[B, H, M, D]`.
 
         Always a new tensor: FSDP2 frees the storage of a gathered parameter after this call.
         """

@@ -115,5 +115,5 @@ def _logits(
 
 
 def _row(number: float | Tensor, z: Tensor) -> float | Tensor:
-    """A row number broadcastable to [B, H, M], shaped to meet z [B, H, M, N]."""
+    """A per-query term broadcastable to [B, H, M], shaped to meet z [B, H, M, N]."""
     return number.to(z.dtype).unsqueeze(-1) if isinstance(number, Tensor) else number

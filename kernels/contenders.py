@@ -63,7 +63,7 @@ def tensors(shape: dict, device: torch.device, dtype: torch.dtype) -> list[torch
 
 
 def numbers(name: str, shape: dict) -> dict:
-    """The row numbers that a call would have after training, of the size that the papers give."""
+    """The per-query terms of a call after training, of the size that the papers give."""
     if name == "sigmoid":
         return {"bias": -math.log(shape["N"])}
     return {"multiplier": 1.0 if name == "softmax" else 0.2 * math.log(shape["N"])}

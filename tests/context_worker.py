@@ -34,7 +34,7 @@ LABELS = torch.cat([IDS[:, 1:], torch.full((len(IDS), 1), -100)], 1)  # shifted 
 
 
 def family(kind: str, **options):
-    """A random model of a family that tiny_models lacks, its row numbers learned."""
+    """A random model of a family that tiny_models lacks, its per-query terms learned."""
     config = AutoConfig.for_model(
         kind, vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,

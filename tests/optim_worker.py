@@ -45,7 +45,7 @@ CONFIGS = {
 
 
 def dtype(kind):
-    """FSDP2 wants one, and row numbers are float32."""
+    """FSDP2 wants one, and per-query terms are float32."""
     return torch.float32 if kind == "sigmoid" else torch.float64
 
 

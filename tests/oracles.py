@@ -34,7 +34,7 @@ class Problem:
         """Output and gradients of `call` in `dtype` on `device`, as float64 on the CPU."""
         leaves = {}
         for name, tensor in self.tensors.items():
-            # Only q, k and v are rounded: parameters and row numbers are float32 in every model.
+            # Only q, k and v are rounded: parameters and per-query terms are float32 in any model.
             kind = (
                 dtype
                 if name in ("query", "key", "value")

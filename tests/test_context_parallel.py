@@ -47,7 +47,7 @@ def ran() -> dict[int, dict[str, dict]]:
 @pytest.mark.parametrize(("size", "name"), SAME)
 def test_a_split_sequence_gives_the_logits_and_gradients_of_one_process(ran, size, name):
     found = ran[size][name]
-    # Sums of some hundred float32 numbers in another order; row numbers are float32 in any model.
+    # Sums of some hundred float32 numbers in another order; per-query terms are always float32.
     tolerance = 1e-12 if "float64" in name else 1e-5
     assert found["logits"] < tolerance and found["gradients"] < tolerance
     assert found["holders"] < 1e-5

@@ -148,7 +148,7 @@ def test_needles_are_looked_for_before_and_after(source, tmp_path):
 
 def test_pictures_are_drawn_and_shown_in_the_report(converted, source, tmp_path):
     report = json.loads((converted / "report.json").read_text())
-    assert report["pictures"] == [pictures.ERRORS, pictures.ROWS]
+    assert report["pictures"] == [pictures.ERRORS, pictures.BIASES]
     shown = (converted / "report.md").read_text()
     for name in report["pictures"]:
         assert (converted / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in shown

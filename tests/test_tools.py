@@ -42,7 +42,7 @@ def logits(model) -> torch.Tensor:
 
 
 def numbers(model) -> dict[str, torch.Tensor]:
-    """Every row number, by its name."""
+    """Every per-query term, by its name."""
     return {
         name: p.detach().clone() for name, p in model.named_parameters() if "log_length" in name
     }
@@ -116,7 +116,7 @@ LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lo
 
 
 def adapted(folder):
-    """A converted model with LoRA and trained row numbers."""
+    """A converted model with LoRA and trained per-query terms."""
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LORA)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -209,7 +209,7 @@ def test_a_second_adapter_is_as_good_as_the_first(function, folder, tmp_path):
 
 @every_function
 def test_configure_under_an_adapter_is_refused(function, folder):
-    """Its copies of the row numbers would win without a word."""
+    """Its copies of the per-query terms would win without a word."""
     model = adapted(folder)
     for arguments in ({"function": "sigmoid", "offset": -4.0}, {"function": "softmax"}):
         with pytest.raises(ValueError, match="belongs to a PEFT adapter"):
@@ -221,7 +221,7 @@ def test_configure_under_an_adapter_is_refused(function, folder):
 
 @every_function
 def test_device_map_with_offload_to_disk(function, folder, tmp_path):
-    """Row numbers are read by calling their holder, which accelerate's hooks fill from the disk."""
+    """Per-query terms are read by calling their holder, which accelerate fills from the disk."""
     wanted = logits(AutoModelForCausalLM.from_pretrained(folder))
     auto = AutoModelForCausalLM.from_pretrained(folder, device_map="auto")
     assert torch.equal(logits(auto), wanted)

@@ -88,7 +88,7 @@ def build(family: str, **kwargs) -> PreTrainedModel:
 
 
 def converted(family: str, function: str) -> PreTrainedModel:
-    """A model whose row numbers are learned and differ between heads and layers."""
+    """A model whose per-query terms are learned and differ between heads and layers."""
     model = build(family)
     hf_sigmoid.configure(model, function, learn=True, query=function == "sigmoid")
     generator = torch.Generator().manual_seed(1)

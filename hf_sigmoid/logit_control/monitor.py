@@ -72,7 +72,7 @@ class Health:
                 query and key that see each other; None at the first.
             row_sum: `[H]`, mean over rows of Σ_n p; 1 of softmax without sinks.
             saturated: `[H]`, share of rows whose largest weight is above 0.99.
-            offset, slope: means over the heads of the row numbers' β and γ; None without a holder
+            offset, slope: means over the heads of β and γ; None without a holder
                 of the function that runs.
         """
         names = {module: plain_name(name) for name, module in self._outer.named_modules()}

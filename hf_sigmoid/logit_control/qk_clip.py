@@ -25,8 +25,8 @@ class QKClip:
 
     The threshold is of z, the product without sigmoid's bias or SSMax's multiplier
     (`Recorder.max_logits()`): z is what these weights make, γ z + b would be neither γ (z + b) nor
-    bounded by the same rule, and row numbers have a learning rate of their own. A soft cap's z is
-    below the cap anyway.
+    bounded by the same rule, and per-query terms have a learning rate of their own. A soft cap's z
+    is below the cap anyway.
 
     Args:
         heads: `find_heads` of the model.

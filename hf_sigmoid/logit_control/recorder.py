@@ -2,7 +2,7 @@
 
 A "final" logit is what the weights are made of: z + b of sigmoid attention, c z of SSMax. The
 "product" is z itself, τ q·k with what the model adds to it, which is all that W_Q and W_K control;
-the kernels give the former, and the row numbers b and c > 0 are known, so max z follows exactly.
+the kernels give the former, and b and c > 0 of every query are known, so max z follows exactly.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Maxima:
         self.product: Tensor | None = None
 
     def add(self, max_logit: Tensor, options: dict[str, Any]) -> None:
-        """The largest final logit of each query `[B, H, M]`, and the call's row numbers."""
+        """The largest final logit of each query `[B, H, M]`, and the call's per-query terms."""
         max_logit = max_logit.detach()
         if "bias" in options:
             product = max_logit - _detached(options["bias"])

@@ -45,7 +45,7 @@ from hf_sigmoid.kernels.flash.tiles import (
 @triton.jit
 def load_exponents(row, lse, bias, slopes, b, h, rows, shown, scaling, FUNCTION: tl.constexpr,
                    HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """Row numbers, and the two row vectors of `probability`: p depends on z·factor + offset."""
+    """Per-query terms, and the two row vectors of `probability`: p depends on z·factor + offset."""
     numbers = load_rows(row, b, h, rows, shown).to(ACC)
     if FUNCTION == "sigmoid":
         factors = tl.zeros_like(numbers) + sigmoid_factor(FORM) * unit(bias, slopes, scaling,

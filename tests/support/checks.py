@@ -84,7 +84,7 @@ class Subject:
 
     @cached_property
     def learned(self) -> PreTrainedModel:
-        """With row numbers as parameters that differ between heads and layers."""
+        """With per-query terms as parameters that differ between heads and layers."""
         config = tiny.tiny(self.model_type)
         for part in _leaves(config):
             hf_sigmoid.configure(part, self.function, learn=True)
@@ -271,7 +271,7 @@ def largest_change(given: list[Tensor], before: list[Tensor]) -> float:
 
 
 def check_equals_reference(subject: Subject) -> None:
-    """Learned row numbers: the fast path against the plain PyTorch specification."""
+    """Learned per-query terms: the fast path against the plain PyTorch specification."""
     fast = observe(subject.learned, **subject.inputs)
     fast_gradients = gradients(subject.learned, subject.inputs)
 
@@ -329,9 +329,9 @@ def check_save_and_load(subject: Subject) -> None:
         model.save_pretrained(folder)
         again = subject.cls.from_pretrained(folder).eval()
     kept = {name: module.log_length.state_dict() for name, module in holders(model)}
-    assert kept, "no attention module has learned row numbers"
+    assert kept, "no attention module has learned per-query terms"
     found = {name: module.log_length.state_dict() for name, module in holders(again)}
-    assert kept.keys() == found.keys(), "other modules have row numbers"
+    assert kept.keys() == found.keys(), "other modules have per-query terms"
     for name in kept:
         same(found[name].values(), kept[name].values(), name)
     same(run(again, **subject.inputs), run(model, **subject.inputs), "output")

@@ -27,7 +27,7 @@ class Replaced:
 
 @contextlib.contextmanager
 def eager(function: str) -> Iterator[Replaced]:
-    """While it lasts, a model that runs "eager" computes `function` at its default row numbers.
+    """While it lasts, a model that runs "eager" computes `function` at its default per-query terms.
 
     A query that sees no key gets 0; a softmax over nothing but hidden keys would weigh them all.
     """
