@@ -73,6 +73,33 @@ def losses(model: Any, ids: list[int]) -> Tensor:
     return torch.cat(found)
 
 
+def token_losses(model: Any, ids: Tensor) -> Tensor:
+    """Cross entropy `[B, T − 1]` of every token of ids `[B, T]` but the first of each row.
+
+    In float32, on the device of the model's logits, in one forward without a cache.
+    """
+    return _cross_entropy(model, ids, "none").view(len(ids), -1)
+
+
+@torch.no_grad()
+def summed_loss(model: Any, ids: Tensor) -> tuple[float, int]:
+    """Nats of all tokens of windows `[B, T]`, or of one `[T]`, and how many tokens those are.
+
+    The mean over many windows, however they are shared out, is all nats by all tokens.
+    """
+    ids = ids if ids.dim() == 2 else ids[None]
+    return _cross_entropy(model, ids, "sum").item(), ids[:, 1:].numel()
+
+
+def _cross_entropy(model: Any, ids: Tensor, reduction: str) -> Tensor:
+    # The first weight of an offloaded model has no device of its own; hooks move what it gets.
+    ids = ids.to("cpu" if model.device.type == "meta" else model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
+    return torch.nn.functional.cross_entropy(
+        logits, ids[:, 1:].flatten().to(logits.device), reduction=reduction
+    )
+
+
 class Losses:
     """Losses of windows by their digests, a file for each, so that a run can go on.
 

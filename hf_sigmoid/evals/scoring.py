@@ -126,23 +126,16 @@ class Scorer:
     def _judge(
         self, prefix: Prefix, samples: Sequence[Sample], answers: Sequence[list[int]]
     ) -> list[tuple[bool, float]]:
-        """Of each row's ids behind its prompt: all the likeliest, and their log-probability."""
-        logprobs = prefix.logits(self._candidates(samples, answers)).log_softmax(-1)
-        judged = []
-        for row, answer in enumerate(answers):
-            ids = torch.tensor(answer, device=logprobs.device)
-            mine = logprobs[row, : len(answer)]
-            total = math.fsum(mine.gather(-1, ids[:, None])[:, 0].tolist())
-            if not math.isfinite(total):
-                raise NoNumbers("the log-probability of an answer is not a number")
-            judged.append((bool((mine.argmax(-1) == ids).all()), total))
+        """The verdict on each row's ids behind its prompt."""
+        judged = judge(prefix.logits(self._candidates(samples, answers)), answers)
+        if not all(math.isfinite(total) for _, total in judged):
+            raise NoNumbers("the log-probability of an answer is not a number")
         return judged
 
     def _candidates(self, samples: Sequence[Sample], answers: Sequence[list[int]]) -> Tensor:
-        """The last id of each prompt and an answer but for its last id, filled up behind."""
+        """The last id of each prompt and an answer but for its last id."""
         rows = [[s.prompt[-1], *answer[:-1]] for s, answer in zip(samples, answers, strict=True)]
-        size = max(map(len, rows))
-        return self._tensor([row + [row[-1]] * (size - len(row)) for row in rows])
+        return self._tensor(filled_up(rows))
 
     def _generate(
         self, prefix: Prefix, samples: Sequence[Sample], prompts: Tensor
@@ -167,6 +160,27 @@ class Scorer:
 
     def _tensor(self, rows: Sequence[list[int]]) -> Tensor:
         return torch.tensor(rows, device=self.model.device)
+
+
+def judge(logits: Tensor, answers: Sequence[list[int]]) -> list[tuple[bool, float]]:
+    """Of each answer: whether all of its tokens are the likeliest, and their log-probability.
+
+    Args:
+        logits: `[rows, ≥ answer, vocabulary]` in float32, which predict the answers' tokens.
+    """
+    logprobs, judged = logits.log_softmax(-1), []
+    for row, answer in enumerate(answers):
+        ids = torch.tensor(answer, device=logprobs.device)
+        mine = logprobs[row, : len(answer)]
+        total = math.fsum(mine.gather(-1, ids[:, None])[:, 0].tolist())
+        judged.append((bool((mine.argmax(-1) == ids).all()), total))
+    return judged
+
+
+def filled_up(rows: Sequence[list[int]]) -> list[list[int]]:
+    """Rows of one length: shorter ones go on with their last id, which no earlier one sees."""
+    size = max(map(len, rows))
+    return [row + [row[-1]] * (size - len(row)) for row in rows]
 
 
 def generated(model: Any, prefix: Prefix, prompts: Tensor, length: int) -> Tensor:
