@@ -1,5 +1,6 @@
 """The same questions to a model before its conversion and after it."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,6 @@ from hf_sigmoid.conversions.compare import Measure, token_windows
 from hf_sigmoid.conversions.reading import kind
 from hf_sigmoid.evals.probe import needle_prompts, score
 from hf_sigmoid.evals.samples import Sample
-
-DEPTHS = (0.0, 0.5, 1.0)
 
 
 class Stages:
@@ -89,7 +88,7 @@ def questions(
     needles, without = {}, {}
     if needle:
         needles, without = needle_prompts(
-            text, tokenizer, lengths, depths=DEPTHS, samples=needle, positions=positions
+            text, tokenizer, lengths, samples=needle, positions=positions
         )
         if not needles:
             raise ValueError(f"no needle can be hidden: {'; '.join(without.values())}")
@@ -112,11 +111,11 @@ def ask(
             measured[length] = measure(model, ids, f"{when}, {length} tokens")
     for length, samples in asked.needles.items():
         with stages(f"needles {when}", length * len(samples)):
-            scores = score(model, samples, name=f"needles {when}", progress=measure.progress)
+            bar = f"needles {when}" if measure.progress else None
+            right, logprobs = zip(*score(model, samples, progress=bar), strict=True)
         needles[length] = {
-            "accuracy": sum(each.correct for each in scores) / len(scores),
-            "logprob": sum(each.logprob for each in scores) / len(scores),
-        }
+            "accuracy": sum(right) / len(right), "logprob": math.fsum(logprobs) / len(logprobs),
+        }  # fmt: skip
     return Answers(measured, needles)
 
 

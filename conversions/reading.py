@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_sigmoid.conversions import models
+from hf_sigmoid.evals.loss import token_losses
 
 METRICS = {
     "causal": "perplexity",
@@ -102,19 +103,18 @@ def outputs(result) -> Tensor:
 
 def losses(model: PreTrainedModel, ids: Tensor, mask_token: int | None = None) -> Tensor:
     """Cross entropy `[B, K]`, float32, of K tokens of each row: of all but the first, or masked."""
-    B, T = ids.shape
+    if kind(model) == "causal":
+        return token_losses(model, feed(model, ids)["input_ids"])
     if kind(model) == "masked":
-        generator = torch.Generator().manual_seed(0)
-        order = torch.rand(B, T, generator=generator).argsort(1)
+        B, T = ids.shape
+        order = torch.rand(B, T, generator=torch.Generator().manual_seed(0)).argsort(1)
         places = order[:, : max(1, round(MASKED_SHARE * T))].to(ids.device)
-        inputs = feed(model, ids.scatter(1, places, mask_token))
-        logits = model(**inputs).logits
+        logits = model(**feed(model, ids.scatter(1, places, mask_token))).logits
         places = places.to(logits.device)
         logits = logits.gather(1, places[..., None].expand(-1, -1, logits.shape[-1]))
         labels = ids.to(logits.device).gather(1, places)
     else:
-        logits = model(**feed(model, ids)).logits
-        logits = logits[:, 1:] if kind(model) == "seq2seq" else logits[:, :-1]
+        logits = model(**feed(model, ids)).logits[:, 1:]
         labels = ids[:, 1:].to(logits.device)
     each = torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), reduction="none"

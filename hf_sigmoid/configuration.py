@@ -79,8 +79,8 @@ def configure(
         learn: hold the numbers as trainable float32 parameters; else they are constants of the
             config. ssmax with neither offset nor slope given is always learnable: its default.
         layers: indices of the layers to convert, the others stay softmax; None converts all.
-        anchor: L; log n is replaced by max(0, log(n / L)), so that the query scale is offset_h up to
-            n = L keys.
+        anchor: L; log n is replaced by max(0, log(n / L)), so that the query scale is offset_h
+            up to n = L keys.
 
     Raises:
         ValueError: an unknown function, a value of a wrong shape or not finite, a layer that does

@@ -31,9 +31,8 @@ from transformers.utils import logging
 
 from hf_sigmoid import files, text
 from hf_sigmoid.conversions import checkpoint, perplexity, token_windows
-from hf_sigmoid.conversions.haystack import Haystack
-from hf_sigmoid.conversions.needles import found, prompts
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.evals.probe import needle_prompts, score
 from hf_sigmoid.files import write_text
 from hf_sigmoid.loading import load_model
 
@@ -115,16 +114,19 @@ def main(argv: list[str] | None = None) -> None:
 
 def find_needles(models: dict[str, str]) -> list[dict]:
     """How many needles softmax and the healed model find, at each length."""
-    haystack = Haystack(text.austen(), AutoTokenizer.from_pretrained(models["softmax"]))
-    samples, _ = prompts(haystack, list(WINDOWS), 6, None, depths=NEEDLE_DEPTHS)
+    tokenizer = AutoTokenizer.from_pretrained(models["softmax"])
+    samples, _ = needle_prompts(
+        text.austen(), tokenizer, list(WINDOWS), depths=NEEDLE_DEPTHS, samples=6
+    )
     results = []
     for name in ("softmax", "healed"):
         model = load_model(models[name], dtype=torch.float32).eval()
         lengths = []
         for length, asked in samples.items():
-            score = found(model, asked, name=f"{name}, needles")
-            correct = round(score["accuracy"] * len(asked))
-            lengths.append({"length": length, "n": len(asked), "correct": correct, **score})
+            right, logprobs = zip(*score(model, asked, progress=f"{name}, needles"), strict=True)
+            of = len(asked)
+            lengths.append({"length": length, "n": of, "correct": sum(right),
+                            "accuracy": sum(right) / of, "logprob": sum(logprobs) / of})  # fmt: skip
         results.append({"name": name, "lengths": lengths})
     return results
 

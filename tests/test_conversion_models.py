@@ -15,9 +15,9 @@ from hf_sigmoid.conversions import apply, calibrate, convert, pictures, plan, re
 from hf_sigmoid.conversions.__main__ import main
 from hf_sigmoid.conversions.calibrate import collect
 from hf_sigmoid.conversions.compare import token_windows
-from hf_sigmoid.conversions.convert import revert_checkpoint
 from hf_sigmoid.conversions.models import load, model_class, part_of
 from hf_sigmoid.conversions.reading import METRICS, feed, outputs
+from hf_sigmoid.conversions.revert import revert_checkpoint
 from hf_sigmoid.conversions.verify import runs
 
 WINDOW = 24  # tokens of a text; sliding windows and chunks are shorter

@@ -25,13 +25,12 @@ from hf_sigmoid.conversions import card as cards
 from hf_sigmoid.conversions import convert, hub, pictures, revert, token_windows
 from hf_sigmoid.conversions.__main__ import main
 from hf_sigmoid.conversions.evaluation import default_lengths
-from hf_sigmoid.conversions.haystack import Haystack
-from hf_sigmoid.conversions.needles import DEPTHS, score_answers
+from hf_sigmoid.evals.probe import needle_prompts, score
 from hf_sigmoid.rope import Change, change_rope, restore_rope
 from hf_sigmoid.text import sources
 
 SMALL = {"window": 32, "windows": 4, "progress": False}
-POSITIONS = 300
+POSITIONS, LENGTH = 460, 420
 
 
 @pytest.fixture(scope="module")
@@ -121,24 +120,20 @@ def test_the_report_says_what_was_read_and_spent_and_asked_for(converted):
 
 def test_needles_are_looked_for_before_and_after(source, tmp_path):
     report = convert(source, tmp_path / "out", "ssmax", init="paper", needle=2,
-                     lengths=[16, 260, POSITIONS], **SMALL)  # fmt: skip
-    haystack = Haystack(text.held_out(), AutoTokenizer.from_pretrained(source))
-    samples = [
-        haystack.sample(length=260, depth=depth, seed=0, index=index)
-        for depth in DEPTHS
-        for index in range(2)
-    ]
+                     lengths=[16, LENGTH, POSITIONS], **SMALL)  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    samples = needle_prompts(text.held_out(), tokenizer, [LENGTH], samples=2)[0][LENGTH]
     (row,) = report["needle"]
-    assert row["tokens"] == 260 and row["samples"] == 6
+    assert row["tokens"] == LENGTH and row["samples"] == 6
     for path, when in ((source, "before"), (tmp_path / "out", "after")):
         model = AutoModelForCausalLM.from_pretrained(path).eval()
-        by_hand = [score["logprob"] for score in score_answers(model, samples)]
+        by_hand = [logprob for _, logprob in score(model, samples)]
         assert row[f"logprob_{when}"] == pytest.approx(sum(by_hand) / 6, rel=1e-4)
         assert row[f"accuracy_{when}"] == 0  # of a random model
-    assert "the question alone has" in report["without_needle"]["16"]
+    assert "the fixed parts of single take" in report["without_needle"]["16"]
     assert "with its answer" in report["without_needle"][str(POSITIONS)]
     assert "No needles in 16 tokens" in (tmp_path / "out" / "report.md").read_text()
-    with pytest.raises(ValueError, match="no needle can be hidden: the question alone has"):
+    with pytest.raises(ValueError, match="no needle can be hidden: the fixed parts of single take"):
         convert(source, tmp_path / "none", "ssmax", needle=2, **SMALL)
     assert not (tmp_path / "none").exists()
 
@@ -493,7 +488,7 @@ def test_a_rope_that_is_not_plain_is_refused(source, tmp_path, capsys):
     )  # fmt: skip
     with pytest.raises(ValueError, match="llama's already has the type 'linear'"):
         change_rope(model, "yarn:4")
-    with pytest.raises(ValueError, match="at least 4 tokens and at most the model's 600 positions"):
+    with pytest.raises(ValueError, match="at least 4 tokens and at most the model's 920 positions"):
         convert(source, tmp_path / "out", "ssmax", rope="ntk:2", lengths=[601], **SMALL)
     assert not (tmp_path / "out").exists()
     dry = ["convert", source, "--to", "ssmax", "--rope", "yarn:2", "--dry-run"]
@@ -503,15 +498,13 @@ def test_a_rope_that_is_not_plain_is_refused(source, tmp_path, capsys):
 # Interrupted
 
 
-@pytest.mark.parametrize(
-    "where", ["pictures.draw", "card.card", "report.markdown", "starts.Calibration.save"]
-)
+@pytest.mark.parametrize("where", ["pictures.draw", "card", "markdown", "starts.Calibration.save"])
 def test_interrupted_while_it_writes_it_leaves_nothing(source, tmp_path, monkeypatch, where):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     before = {path: path.stat().st_mtime_ns for path in Path(source).rglob("*")}
-    monkeypatch.setattr(f"hf_sigmoid.conversions.{where}", interrupted)
+    monkeypatch.setattr(sys.modules["hf_sigmoid.conversions.convert"], where, interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out", "sigmoid", init="calibrated", **SMALL)
     assert not list(tmp_path.iterdir())

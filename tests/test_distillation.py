@@ -25,7 +25,8 @@ from transformers import (
 import hf_sigmoid
 from hf_sigmoid import parameters, text
 from hf_sigmoid.conversions import convert, folding, perplexity, token_windows
-from hf_sigmoid.conversions.convert import merge_adapter, revert_checkpoint
+from hf_sigmoid.conversions.merging import merge_adapter
+from hf_sigmoid.conversions.revert import revert_checkpoint
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))

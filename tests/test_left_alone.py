@@ -30,8 +30,9 @@ from transformers import (
 from hf_sigmoid.training import train  # isort: skip
 from hf_sigmoid.training import distil  # isort: skip
 from hf_sigmoid.checkpoint_files import files_sha256
-from hf_sigmoid.conversions import convert
-from hf_sigmoid.conversions.convert import merge_adapter, revert_checkpoint
+from hf_sigmoid.conversions import convert, merging
+from hf_sigmoid.conversions.merging import merge_adapter
+from hf_sigmoid.conversions.revert import revert_checkpoint
 
 SMALL = {"window": 32, "windows": 4, "progress": False}
 
@@ -270,10 +271,7 @@ def test_a_merged_model_of_other_logits_is_not_written(tmp_path, monkeypatch):
     base = llama(tmp_path / "base", tie_word_embeddings=True)
     config = LoraConfig(r=2, target_modules=["embed_tokens"], task_type="CAUSAL_LM")
     adapted(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "a")
-    from hf_sigmoid.conversions import convert as module_of_convert  # noqa: F401
-
-    verbs = sys.modules["hf_sigmoid.conversions.convert"]
-    monkeypatch.setattr(verbs, "merge", lambda model: model.merge_and_unload())
+    monkeypatch.setattr(merging, "merge", lambda model: model.merge_and_unload())
     with pytest.raises(ValueError, match="must compute what base and adapter do"):
         merge_adapter(tmp_path / "a", base, tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "base"]

@@ -9,9 +9,8 @@ import torch
 
 from hf_sigmoid import text
 from hf_sigmoid.conversions.compare import token_windows
-from hf_sigmoid.conversions.haystack import Haystack
-from hf_sigmoid.conversions.needles import prompts, score_answers
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.evals.probe import needle_prompts, score
 from hf_sigmoid.text.formats import title
 from hf_sigmoid.text.sources import joined
 from hf_sigmoid.training.run_keys import Watch
@@ -68,10 +67,12 @@ class HeldOut:
         if asked.needle:
             hay = "\n\n".join(texts.values()) if texts else text.held_out()
             try:
-                haystack = Haystack(hay, tokenizer)
+                self.prompts, why = needle_prompts(
+                    hay, tokenizer, asked.needle, samples=asked.needle_samples,
+                    positions=positions,
+                )  # fmt: skip
             except ValueError as error:
                 raise BadInput(f"evaluate.needle: {error}") from None
-            self.prompts, why = prompts(haystack, asked.needle, asked.needle_samples, positions)
             if why:
                 raise BadInput(f"evaluate.needle: {'; '.join(f'{n}: {w}' for n, w in why.items())}")
 
@@ -131,7 +132,7 @@ def _summed_loss(model: Any, window: torch.Tensor) -> tuple[float, float]:
 
 
 def _needle(model: Any, sample: Any) -> tuple[float, float]:
-    return float(score_answers(model, [sample])[0]["correct"]), 1.0
+    return float(score(model, [sample])[0][0]), 1.0
 
 
 def brief(found: Sequence[tuple[str, Any]] | dict[str, Any]) -> str:
