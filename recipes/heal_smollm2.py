@@ -125,8 +125,8 @@ def find_needles(models: dict[str, str]) -> list[dict]:
         for length, asked in samples.items():
             right, logprobs = zip(*score(model, asked, progress=f"{name}, needles"), strict=True)
             of = len(asked)
-            lengths.append({"length": length, "n": of, "correct": sum(right),
-                            "accuracy": sum(right) / of, "logprob": sum(logprobs) / of})  # fmt: skip
+            found = {"accuracy": sum(right) / of, "logprob": sum(logprobs) / of}
+            lengths.append({"length": length, "n": of, "correct": sum(right), **found})
         results.append({"name": name, "lengths": lengths})
     return results
 

@@ -489,7 +489,7 @@ def test_a_rope_that_is_not_plain_is_refused(source, tmp_path, capsys):
     with pytest.raises(ValueError, match="llama's already has the type 'linear'"):
         change_rope(model, "yarn:4")
     with pytest.raises(ValueError, match="at least 4 tokens and at most the model's 920 positions"):
-        convert(source, tmp_path / "out", "ssmax", rope="ntk:2", lengths=[601], **SMALL)
+        convert(source, tmp_path / "out", "ssmax", rope="ntk:2", lengths=[921], **SMALL)
     assert not (tmp_path / "out").exists()
     dry = ["convert", source, "--to", "ssmax", "--rope", "yarn:2", "--dry-run"]
     assert main(dry) == 0 and "its RoPE by yarn:2; nothing was written" in capsys.readouterr().out
@@ -498,13 +498,15 @@ def test_a_rope_that_is_not_plain_is_refused(source, tmp_path, capsys):
 # Interrupted
 
 
-@pytest.mark.parametrize("where", ["pictures.draw", "card", "markdown", "starts.Calibration.save"])
+@pytest.mark.parametrize(
+    "where", ["pictures.draw", "card.next_step", "report.table", "starts.Calibration.save"]
+)
 def test_interrupted_while_it_writes_it_leaves_nothing(source, tmp_path, monkeypatch, where):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     before = {path: path.stat().st_mtime_ns for path in Path(source).rglob("*")}
-    monkeypatch.setattr(sys.modules["hf_sigmoid.conversions.convert"], where, interrupted)
+    monkeypatch.setattr(f"hf_sigmoid.conversions.{where}", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out", "sigmoid", init="calibrated", **SMALL)
     assert not list(tmp_path.iterdir())

@@ -352,12 +352,10 @@ def test_too_little_disk_is_said_before_the_work(source, tmp_path, monkeypatch):
 
 
 def test_an_interrupted_conversion_leaves_nothing(source, tmp_path, monkeypatch):
-    from hf_sigmoid.conversions import report
-
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(report, "markdown", interrupted)
+    monkeypatch.setattr("hf_sigmoid.conversions.report.table", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out", "ssmax", **SMALL)
     assert not list(tmp_path.iterdir())
@@ -545,8 +543,11 @@ def test_command_line_prints_one_line_and_its_errors_too(source, tmp_path, capsy
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["convert", "MODEL", "OUT", "--to", "ssmax", "--seed", "3"], "--seed fit sigmoid's row"),
-        (["convert", "MODEL", "OUT", "--to", "ssmax", "--stats", "x"], "--stats fit sigmoid's row"),
+        (["convert", "MODEL", "OUT", "--to", "ssmax", "--seed", "3"], "--seed fit sigmoid's query"),
+        (
+            ["convert", "MODEL", "OUT", "--to", "ssmax", "--stats", "x"],
+            "--stats fit sigmoid's query",
+        ),
         (["convert", "MODEL", "OUT", "--to", "ssmax", "--calibrate", "x"], "got --to ssmax"),
         (
             ["convert", "OUT/absent", "OUT", "--to", "ssmax"],
