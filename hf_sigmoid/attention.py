@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from hf_sigmoid import context_parallel, functional, masks, reference
+from hf_sigmoid import functional, masks, reference
+from hf_sigmoid.context_parallel import layout as context
 from hf_sigmoid.parameters import HOLDER
 from hf_sigmoid.support import Unsupported, refuse_sinks
 
@@ -133,7 +134,7 @@ def read(
         else value.dtype
     )
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    layout = context_parallel.layout_of(module, attention_mask)
+    layout = context.layout_of(module, attention_mask)
     if layout is not None:
         given = {
             "position_bias": position_bias, "cu_seq_lens_q": cu_seq_lens_q,

@@ -16,7 +16,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from hf_sigmoid import context_parallel
+from hf_sigmoid.context_parallel import layout as context
 
 # Booleans of the index mask that are made and reduced together: on a CPU they stay in its cache; a
 # GPU would spend its time launching such small blocks.
@@ -77,8 +77,8 @@ def interval_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             kwargs.get("dtype", torch.float32), use_vmap=use_vmap, device=device,
         )  # fmt: skip
-    if context_parallel.OPEN:
-        mask = context_parallel.mask_of(
+    if context.OPEN:
+        mask = context.mask_of(
             config, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function,
             attention_mask,
         )  # fmt: skip

@@ -303,7 +303,7 @@ def _has_sinks(module: nn.Module) -> bool:
 
 
 def _refuse_private(model: "PreTrainedModel", function: str) -> None:
-    private = sorted({type(module).__name__ for module in _own(model) if _is_private(type(module))})
+    private = sorted({type(module).__name__ for module in _own(model) if is_private(type(module))})
     if private:
         raise Unsupported(
             f"{type(model).__name__}: {', '.join(private)} computes softmax attention without "
@@ -370,11 +370,11 @@ def _own(model: nn.Module) -> Iterator[nn.Module]:
 
 def _has_softmax(model: "PreTrainedModel") -> bool:
     """Does this model itself have attention, of either kind?"""
-    return any(_is_private(type(each)) or uses_interface(type(each)) for each in _own(model))
+    return any(is_private(type(each)) or uses_interface(type(each)) for each in _own(model))
 
 
 @functools.lru_cache(None)
-def _is_private(cls: type) -> bool:
+def is_private(cls: type) -> bool:
     """Is it softmax attention of q·k that does not look the function up in the interface?"""
     if cls is nn.MultiheadAttention:
         return True

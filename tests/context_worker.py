@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_sigmoid
-from hf_sigmoid import context_parallel as ours
 from hf_sigmoid import masks
 from hf_sigmoid.context_parallel import context_parallel, split
+from hf_sigmoid.context_parallel.gather import Gather
 
 TOKENS = 24
 # Documents across the ends of all parts (6, 12, 18), one that ends there, one that is a block.
@@ -197,7 +197,7 @@ def different_rows():
 def bfloat16_gather():
     """The sum of everybody's gradients, in the dtype of the keys."""
     part = torch.full((1, 1, 2, 3), 1.0 + dist.get_rank(), dtype=torch.bfloat16, requires_grad=True)
-    whole = ours._Gather.apply(part, None, 2 * dist.get_world_size())
+    whole = Gather.apply(part, None, 2 * dist.get_world_size())
     whole.sum().backward()
     expected = torch.arange(1.0, dist.get_world_size() + 1).repeat_interleave(2)
     return {

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_sigmoid
-from hf_sigmoid import context_parallel as ours
 from hf_sigmoid import functional
 from hf_sigmoid.context_parallel import context_parallel, split
+from hf_sigmoid.context_parallel import layout as ours
 
 WORKER = Path(context_worker.__file__)
 SAME = [
@@ -102,7 +102,7 @@ def traces(model) -> list:
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_tokens_that_do_not_divide_are_refused(monkeypatch, size):
-    monkeypatch.setattr(ours, "_place", lambda group: (0, size))
+    monkeypatch.setattr("hf_sigmoid.context_parallel.gather.place", lambda group: (0, size))
     if size == 3:
         assert split(torch.zeros(2, 9, 5)).shape == (2, 3, 5)
         assert split(torch.zeros(9, 2), dim=0).shape == (3, 2)
@@ -120,7 +120,7 @@ def test_parts_are_consecutive_and_in_order(monkeypatch):
 
 def test_intervals_begin_where_transformers_sees_a_document():
     positions = torch.tensor([[7, 8, 0, 1, 1, 2], [0, 1, 2, 3, 4, 5]])
-    lo, hi = ours._intervals(positions).unbind(-1)
+    lo, hi = ours.intervals(positions).unbind(-1)
     assert lo.tolist() == [[0, 0, 2, 2, 4, 4], [0] * 6]
     assert hi.tolist() == [[1, 2, 3, 4, 5, 6]] * 2
 
@@ -131,7 +131,7 @@ def test_kernels_take_a_part_of_the_queries_and_all_keys(function, rank):
     """As the gather lays them out: tokens first, and rows that end before the last key."""
     B, H, G, T, D = 2, 4, 2, 32, 8
     rows = slice(16 * rank, 16 * rank + 16)
-    visible = ours._intervals(context_worker.PACKED.new_tensor([[*range(7), *range(25)],
+    visible = ours.intervals(context_worker.PACKED.new_tensor([[*range(7), *range(25)],
                                                                 [*range(32)]]))  # fmt: skip
     visible = visible[:, rows].to(torch.int32)
     drawn = [torch.randn(B, H, 16, D), torch.randn(T, B, G, D).permute(1, 2, 0, 3),
@@ -297,7 +297,7 @@ def test_mask_functions_are_taken_apart_or_refused():
         ),
         theirs.packed_sequence_mask_function(POSITIONS),
     )
-    assert ours._window(causal()) is None and ours._window(packed) == 5
+    assert ours.window_of(causal()) is None and ours._window(packed) == 5
     for refused, message in {
         theirs.bidirectional_mask_function: "bidirectional_mask_function",
         theirs.chunked_causal_mask_function(4, torch.zeros(2)): "chunked_overlay",
@@ -306,7 +306,7 @@ def test_mask_functions_are_taken_apart_or_refused():
         theirs.sliding_window_overlay(4): "not causal",
     }.items():
         with pytest.raises(hf_sigmoid.Unsupported, match=message):
-            ours._window(refused)
+            ours.window_of(refused)
 
 
 def sdpa():

@@ -1,28 +1,14 @@
-"""Context parallelism: each process holds a part of every row's tokens, and the keys are gathered.
+"""Tokens of one block by process, and the keys that each sees: masks of a context that is open."""
 
-    process r of R holds tokens i in [r T/R, (r + 1) T/R) of a block of T
-    query i sees keys [lo_i, i + 1),  lo_i the start of its document, or i + 1 − W if that is later
-    n_i = i + 1 − lo_i
-
-K and V are all-gathered along the sequence (their gradients are reduce-scattered back), so a query
-is given every key that it sees in one process, and log n is that of true positions. Nothing else
-mixes tokens in the models that are let in. A layer holds K and V of whole rows while it runs and,
-without gradient checkpointing, until its backward pass; all other activations are split.
-"""
-
-import contextlib
-import inspect
-import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from hf_sigmoid import support
-from hf_sigmoid.parameters import FUNCTIONS, attention_modules
+from hf_sigmoid.context_parallel.gather import Gather, place, split
+from hf_sigmoid.context_parallel.supported import arguments
 from hf_sigmoid.support import Unsupported
 
 if TYPE_CHECKING:
@@ -38,115 +24,17 @@ LAYOUT = "_hf_sigmoid_layout"
 # Arguments of attention that say which keys a row sees, or add to logits, by local positions.
 LOCAL = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "indices")
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-# Frequencies that depend on the largest position of a call, which differs between processes.
-VARYING_ROPE = {"dynamic", "longrope"}
-
-# Token mixers that are no attention, by the names of their classes.
-MIXERS = re.compile(
-    "Mamba|Rwkv|RgLru|Recurrent|SSM|DeltaNet|DeltaRule|LinearAttention|LightningAttention|"
-    "ShortConv|Hyena|Retention"
-)
-
-
-def split(tensor: Tensor, group: "ProcessGroup | None" = None, dim: int = 1) -> Tensor:
-    """This process's part of the tokens: T/R consecutive ones, in the order of the ranks.
-
-    Args:
-        tensor: `[B, T, ...]`, the same on every process of the group: ids, positions, labels that
-            are shifted already (the last token of a part is asked for the first of the next).
-        group: the R processes that share each row; None is all there are.
-        dim: the dimension of the tokens.
-
-    Returns:
-        `[B, T/R, ...]`, a view.
-
-    Raises:
-        ValueError: T is not a multiple of R.
-    """
-    rank, size = _place(group)
-    if tensor.shape[dim] % size:
-        raise ValueError(
-            f"tokens must divide evenly among the processes, got {tensor.shape[dim]} tokens "
-            f"(dimension {dim} of {list(tensor.shape)}) and {size} processes"
-        )
-    return tensor.chunk(size, dim)[rank]
-
-
-@contextlib.contextmanager
-def context_parallel(
-    model: nn.Module, group: "ProcessGroup | None", position_ids: Tensor
-) -> Iterator[None]:
-    """While open, calls of the model get this process's part of a block and see all of its keys.
-
-        with context_parallel(model, group, position_ids):
-            logits = model(
-                input_ids=split(ids, group), position_ids=split(position_ids, group),
-                use_cache=False,
-            ).logits                                                     # [B, T/R, vocabulary]
-            loss = cross_entropy(logits.flatten(0, 1), split(shifted, group).flatten(),
-                                 reduction="sum")
-            loss.backward()
-
-    Every process of the group must make the same calls, backward passes included. The sums over
-    the group of losses and gradients are those of one process with whole rows; what averages
-    gradients (DDP, FSDP2) needs the loss times the number of processes it averages over. The
-    backward pass may also run after the context has closed, gradient checkpointing included,
-    unless the model hands its mask to a checkpointed layer as a positional argument: that raises.
-
-    Supported are causal decoders with full or sliding-window attention, packed documents, soft
-    caps, ssmax's sinks, dropout (drawn by each process for its rows) and layers that a conversion
-    left softmax. What else mixes tokens cannot always be recognised: a module that is neither on
-    transformers' attention interface nor of a known kind must not, and statistics over the tokens
-    of a call (a router's balancing loss) are those of this process's part.
-
-    Args:
-        model: it, or what wraps it (DDP, PEFT); all its attention runs "sigmoid" or "ssmax".
-        group: the R processes that share each row; None is all there are.
-        position_ids: int `[B, T]` or `[1, T]` of the whole block, the same on all of them. A
-            document starts where a position is not the one before plus 1, and sees no other: also
-            in the families (afmoe, gpt_oss, opt) that without cu_seq_lens would let it.
-
-    Raises:
-        Unsupported: some part of the model would compute something else, or a call passes an
-            argument that is not honoured: a padding mask, a cache, labels, ALiBi, ...
-        ValueError: position_ids do not divide evenly, differ between the processes or are not the
-            ones of a call; or a context of this model is open already.
-    """
-    attentions = [module for _, module in attention_modules(model)]
-    if any(hasattr(module, LAYOUT) for module in attentions):
-        raise ValueError(f"{type(model).__name__} is in a context_parallel already")
-    check_model(model)
-    device = next((each.device for each in model.parameters()), position_ids.device)
-    layout = Layout(group, position_ids.to(device), attentions, support.configs(model))
-    hooks = []
-    try:
-        for part in _decoders(model):
-            hooks.append(part.register_forward_pre_hook(layout.check_call, with_kwargs=True))
-        for module in attentions:
-            setattr(module, LAYOUT, layout)
-        OPEN.append(layout)
-        yield
-    finally:
-        if layout in OPEN:
-            OPEN.remove(layout)
-        for module in attentions:
-            vars(module).pop(LAYOUT, None)
-        for hook in hooks:
-            hook.remove()
-
 
 class Layout:
     """Who holds which tokens of one block, and which keys each sees."""
 
     def __init__(self, group: "ProcessGroup | None", position_ids: Tensor, attentions, configs):
         self.group = group
-        self.rank, self.size = _place(group)
+        self.rank, self.size = place(group)
         _check_positions(position_ids, group, self.size)
         self.positions = split(position_ids, group)  # [B or 1, M]
         self.tokens = position_ids.shape[1]
-        self.intervals = split(_intervals(position_ids), group)  # [B or 1, M, 2]
+        self.intervals = split(intervals(position_ids), group)  # [B or 1, M, 2]
         # By identity: modules have no other, and equal configs may be of different models.
         self.attentions = {id(module) for module in attentions}
         self.configs = {id(config) for config in configs}
@@ -155,7 +43,7 @@ class Layout:
     @torch.compiler.disable
     def check_call(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """A forward pre-hook: a call's arguments must be this process's part of the block."""
-        given = {**dict(zip(_arguments(type(model)), args, strict=False)), **kwargs}
+        given = {**dict(zip(arguments(type(model)), args, strict=False)), **kwargs}
         name = type(model).__name__
         for argument, why in (
             ("attention_mask", "rows may hold packed documents, and no padding"),
@@ -214,7 +102,7 @@ class Layout:
                 f"and {kv_length} keys from {int(kv_offset)}"
             )
         lo, hi = self.intervals.unbind(-1)
-        if (window := _window(mask_function)) is not None:
+        if (window := window_of(mask_function)) is not None:
             lo = torch.maximum(lo, hi - window)
         mask = torch.stack([lo, hi], -1).unsqueeze(1).expand(batch, 1, M, 2)
         setattr(mask, LAYOUT, self)
@@ -258,7 +146,7 @@ class Layout:
                 f"and mask {list(mask.shape)} within a context_parallel of {M} tokens a process: "
                 "caches and cross attention are not supported"
             )
-        both = _Gather.apply(torch.cat([key, value], -1), self.group, T)
+        both = Gather.apply(torch.cat([key, value], -1), self.group, T)
         key, value = both.split([key.shape[-1], value.shape[-1]], -1)
         return key, value, mask.to(torch.int32)
 
@@ -300,88 +188,6 @@ def mask_of(
     return None
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise `Unsupported` if some part of a model would not see the other processes' tokens.
-
-    Recognised are attention that does not run through us, what is not a causal decoder, other
-    token mixers by their classes and configs, and numbers that depend on the length of a call.
-    """
-    attentions = attention_modules(model)
-    if not attentions:
-        raise Unsupported(
-            f"context_parallel: {type(model).__name__} has no attention on transformers' interface"
-        )
-    for path, module in attentions:
-        function = module.config._attn_implementation
-        if function not in FUNCTIONS:
-            raise Unsupported(
-                f"context_parallel: {path} ({type(module).__name__}) runs {function!r} attention, "
-                f"which would see this process's keys only: use {' or '.join(FUNCTIONS)}"
-            )
-    for path, module in model.named_modules():
-        cls = type(module)
-        convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase)
-        if convolution or MIXERS.search(cls.__name__) or support._is_private(cls):
-            raise Unsupported(
-                f"context_parallel: {path} ({cls.__name__}) mixes tokens, and would mix this "
-                "process's only"
-            )
-    for part in _decoders(model):
-        if getattr(part, "_is_stateful", False):
-            raise Unsupported(
-                f"context_parallel: {type(part).__name__} keeps a state along the sequence"
-            )
-        if "position_ids" not in _arguments(type(part)):
-            raise Unsupported(
-                f"context_parallel: {type(part).__name__} takes no `position_ids`, so it would "
-                "count positions from 0 on every process"
-            )
-    for config in support.configs(model):
-        _check_config(config)
-
-
-def _check_config(config) -> None:
-    name = type(config).__name__
-    if kinds := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
-        raise Unsupported(
-            f"context_parallel: {name} has layers of types {', '.join(kinds)}; supported are "
-            f"{', '.join(sorted(LAYER_TYPES))}"
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        if each.get("rope_type") in VARYING_ROPE:
-            raise Unsupported(
-                f"context_parallel: {name} has rope_type={each['rope_type']!r}, whose frequencies "
-                "depend on the largest position of a call, and so on the process"
-            )
-    for argument, wrong in (
-        ("is_encoder_decoder", True),
-        ("is_causal", False),
-        ("use_bidirectional_attention", True),
-        ("attn_temperature_tuning", True),  # llama4 counts positions itself
-    ):
-        if getattr(config, argument, None) is wrong:
-            raise Unsupported(f"context_parallel: {name} has {argument}={wrong}")
-
-
-def _decoders(model: nn.Module) -> Iterator[nn.Module]:
-    """Every model of transformers' in it that has attention."""
-    return (part for part in support.models_of(model) if attention_modules(part))
-
-
-def _arguments(cls: type) -> list[str]:
-    """Names of forward's arguments, without self."""
-    return list(inspect.signature(cls.forward).parameters)[1:]
-
-
-def _place(group: "ProcessGroup | None") -> tuple[int, int]:
-    """Rank in the group, and its size."""
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError("this process is not a member of the group given to context_parallel")
-    return rank, dist.get_world_size(group)
-
-
 def _check_positions(position_ids: Tensor, group: "ProcessGroup | None", size: int) -> None:
     """Raise `ValueError`, on all processes together, if they do not hold the same positions."""
     if position_ids.dim() != 2 or position_ids.is_floating_point():
@@ -402,7 +208,7 @@ def _check_positions(position_ids: Tensor, group: "ProcessGroup | None", size: i
         )
 
 
-def _intervals(position_ids: Tensor) -> Tensor:
+def intervals(position_ids: Tensor) -> Tensor:
     """Row intervals int64 `[B, T, 2]` of causal attention in the documents of `[B, T]` positions.
 
     A document ends where transformers sees an end: a position is not the one before plus 1.
@@ -415,7 +221,7 @@ def _intervals(position_ids: Tensor) -> Tensor:
     return torch.stack([lo, tokens + 1], -1)
 
 
-def _window(mask_function: Callable) -> int | None:
+def window_of(mask_function: Callable) -> int | None:
     """The sliding window of one of transformers' causal mask functions, None if it has none.
 
     Raises:
@@ -453,27 +259,3 @@ def _leaves(mask_function: Callable) -> Iterator[tuple[str, int | None]]:
             yield from _leaves(each)
     else:
         yield name, None
-
-
-class _Gather(torch.autograd.Function):
-    """`[B, G, M, E]` of every process, one after the other: `[B, G, T, E]`.
-
-    Its adjoint sums everybody's gradients of the own part.
-    """
-
-    @staticmethod
-    def forward(ctx, part: Tensor, group: "ProcessGroup | None", tokens: int) -> Tensor:
-        ctx.group, ctx.length = group, part.shape[2]
-        # Tokens first: then the parts lie in memory as the whole does, and nothing is moved.
-        part = part.permute(2, 0, 1, 3).contiguous()
-        whole = part.new_empty(tokens, *part.shape[1:])
-        dist.all_gather_single(whole, part, group=group)
-        return whole.permute(1, 2, 0, 3)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        gradient = gradient.permute(2, 0, 1, 3).contiguous()
-        part = gradient.new_empty(ctx.length, *gradient.shape[1:])
-        dist.reduce_scatter_single(part, gradient, group=ctx.group)
-        return part.permute(1, 2, 0, 3), None, None
