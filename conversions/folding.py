@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_sigmoid import fingerprints, parameters
 from hf_sigmoid.checkpoint_files import FLOATING, weights_of
-from hf_sigmoid.logit_control.heads import Call, Place, averages, one_call, written_by
+from hf_sigmoid.logit_control.heads import Place, RecordedCall, averages, one_call, written_by
 
 FILE = "folded.safetensors"  # beside a checkpoint
 RECORD = "hf_sigmoid_folded"  # true in the config of a model that has something folded in
@@ -193,7 +193,7 @@ def find_places(model: PreTrainedModel, ids: Tensor) -> dict[str, Places]:
     return places
 
 
-def _query_place(call: Call) -> Place | None:
+def _query_place(call: RecordedCall) -> Place | None:
     """The projection that each head's query has output features of its own in, if scaling works."""
     place, inputs = written_by(call, 0)
     if place is None or not _query_scales(call, place, inputs):
@@ -201,7 +201,7 @@ def _query_place(call: Call) -> Place | None:
     return place
 
 
-def _query_scales(call: Call, place: Place, inputs: tuple[Tensor, ...]) -> bool:
+def _query_scales(call: RecordedCall, place: Place, inputs: tuple[Tensor, ...]) -> bool:
     """Does scaling these features scale the heads' queries, and neither keys nor values?"""
     query, key, value = inputs
     factors = 1 + torch.rand(call.heads, device=query.device)
@@ -228,7 +228,7 @@ def _query_scales(call: Call, place: Place, inputs: tuple[Tensor, ...]) -> bool:
 
 
 @torch.no_grad()
-def _output_place(call: Call) -> Place | None:
+def _output_place(call: RecordedCall) -> Place | None:
     """The projection whose input features are the heads' outputs, one head after another."""
     factors: list[Tensor] = []
     width = 0

@@ -39,10 +39,10 @@ def sigmoid_attention(
     Returns:
         Output `[B, H, M, V]` in query's dtype, weights `[B, H, M, N]` in the computing dtype.
     """
-    z, hidden, value = _logits(
+    z, hidden, value = logits_of(
         query, key, value, scaling, visible, is_causal, softcap, alibi_slopes, logit_bias, upcast
     )
-    weights = torch.sigmoid(z + _row(bias, z)).masked_fill(hidden, 0.0)
+    weights = torch.sigmoid(z + row_of(bias, z)).masked_fill(hidden, 0.0)
     weights = torch.nn.functional.dropout(weights, dropout, training=dropout > 0)
     return (weights @ value).to(query.dtype), weights
 
@@ -68,10 +68,10 @@ def ssmax_attention(
 
     Args and returns: as `sigmoid_attention` above.
     """
-    z, hidden, value = _logits(
+    z, hidden, value = logits_of(
         query, key, value, scaling, visible, is_causal, softcap, alibi_slopes, logit_bias, upcast
     )
-    logits = (z * _row(multiplier, z)).masked_fill(hidden, float("-inf"))
+    logits = (z * row_of(multiplier, z)).masked_fill(hidden, float("-inf"))
     if sinks is not None:
         sink = sinks.to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
         logits = torch.cat([logits, sink], -1)
@@ -82,7 +82,7 @@ def ssmax_attention(
     return (weights @ value).to(query.dtype), weights
 
 
-def _logits(
+def logits_of(
     query, key, value, scaling, visible, is_causal, softcap, alibi_slopes, logit_bias, upcast
 ):
     """z [B, H, M, N], the hidden keys as bool [B, H, M, N], and value [B, H, N, V]."""
@@ -114,6 +114,6 @@ def _logits(
     return z, ~shown.expand(B, H, M, N), value
 
 
-def _row(number: float | Tensor, z: Tensor) -> float | Tensor:
+def row_of(number: float | Tensor, z: Tensor) -> float | Tensor:
     """A per-query term broadcastable to [B, H, M], shaped to meet z [B, H, M, N]."""
     return number.to(z.dtype).unsqueeze(-1) if isinstance(number, Tensor) else number

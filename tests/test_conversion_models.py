@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_sigmoid import configuration, parameters, text
+from hf_sigmoid.command_line import main
 from hf_sigmoid.conversions import apply, calibrate, convert, pictures, plan, revert
-from hf_sigmoid.conversions.__main__ import main
 from hf_sigmoid.conversions.calibrate import collect
 from hf_sigmoid.conversions.compare import token_windows
 from hf_sigmoid.conversions.models import load, model_class, part_of

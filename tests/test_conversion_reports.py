@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import hf_sigmoid
 from hf_sigmoid import text
+from hf_sigmoid.command_line import main
 from hf_sigmoid.conversions import card as cards
 from hf_sigmoid.conversions import convert, hub, pictures, revert, token_windows
-from hf_sigmoid.conversions.__main__ import main
 from hf_sigmoid.conversions.evaluation import default_lengths
 from hf_sigmoid.evals.probe import needle_prompts, score
 from hf_sigmoid.rope import Change, change_rope, restore_rope

@@ -22,6 +22,7 @@ from transformers import (
 
 import hf_sigmoid
 from hf_sigmoid import text
+from hf_sigmoid.command_line import main
 from hf_sigmoid.conversions import (
     Plan,
     apply,
@@ -33,7 +34,6 @@ from hf_sigmoid.conversions import (
     revert,
     token_windows,
 )  # fmt: skip
-from hf_sigmoid.conversions.__main__ import main
 from hf_sigmoid.conversions.calibrate import layer_errors
 from hf_sigmoid.conversions.plan import parse_layers
 

@@ -27,7 +27,7 @@ from transformers import (
 
 import hf_sigmoid
 from hf_sigmoid import loading, text
-from hf_sigmoid.conversions.__main__ import main as hf_sigmoid_command
+from hf_sigmoid.command_line import main as hf_sigmoid_command
 from hf_sigmoid.embedded import checkpoint
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.evals import commands, parse, run, settings, subjects

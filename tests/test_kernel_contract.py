@@ -419,7 +419,7 @@ def exact_statistics(problem, dtype=torch.float64):
     weight_sum = plain(**given, upcast=False)[1].sum(-1)
     names = ("query", "key", "value", "scaling", "visible", "is_causal", "softcap", "alibi_slopes",
              "logit_bias")  # fmt: skip
-    z, hidden, _ = reference._logits(*(given.get(name) for name in names), upcast=False)
+    z, hidden, _ = reference.logits_of(*(given.get(name) for name in names), upcast=False)
     row = given["bias" if problem.function == "sigmoid" else "multiplier"].unsqueeze(-1)
     logits = z + row if problem.function == "sigmoid" else z * row
     return logits.masked_fill(hidden, -INF).amax(-1), weight_sum

@@ -53,7 +53,7 @@ def test_softmax_is_sigmoid_with_the_leave_one_out_log_sum_exp(problem):
     qkv = [problem.tensors[name] for name in ("query", "key", "value")]
     _, weights = reference.ssmax_attention(*qkv, **options)
     N = weights.shape[-1]
-    z, hidden, _ = reference._logits(
+    z, hidden, _ = reference.logits_of(
         *qkv, None, options.get("visible"), options.get("is_causal", False), None, None, None, True
     )
     z = z.masked_fill(hidden, -torch.inf)

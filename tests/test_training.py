@@ -865,7 +865,7 @@ def test_operations_are_those_that_are_done(tiny, experts):
 def test_an_adapter_is_merged_by_the_command_line_as_at_the_end_of_its_run(
     tiny, corpus_file, tmp_path
 ):
-    from hf_sigmoid.conversions.__main__ import main as hf_sigmoid_main
+    from hf_sigmoid.command_line import main as hf_sigmoid_main
 
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="ssmax").save_pretrained(base)

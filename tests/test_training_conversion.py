@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_sigmoid import text
-from hf_sigmoid.conversions.__main__ import main as command
+from hf_sigmoid.command_line import main as command
 from hf_sigmoid.conversions.training import convert_training
 
 RECIPES = Path(__file__).parents[1] / "recipes"

@@ -27,7 +27,7 @@ class Place:
     features: list[Tensor]  # for each head the projection's output (query, key) or input features
 
 
-class Call:
+class RecordedCall:
     """One call of an attention module, to be repeated on a float32 copy of it.
 
     In 16 bits rounding would pass for a norm that undoes a scaling, or hide one.
@@ -55,7 +55,7 @@ class Call:
         return output[0] if isinstance(output, tuple) else output
 
 
-def one_call(model: PreTrainedModel, name: str, ids: Tensor) -> Call | None:
+def one_call(model: PreTrainedModel, name: str, ids: Tensor) -> RecordedCall | None:
     """How a model calls one of its attention modules on token ids `[B, T]`; None: it does not."""
     module, calls = model.get_submodule(name), []
 
@@ -74,7 +74,7 @@ def one_call(model: PreTrainedModel, name: str, ids: Tensor) -> Call | None:
         pass
     finally:
         hook.remove()
-    return Call(name, module, *calls[0]) if calls else None
+    return RecordedCall(name, module, *calls[0]) if calls else None
 
 
 def _run_without_numbers(model: PreTrainedModel, ids: Tensor) -> None:
@@ -102,7 +102,7 @@ class _Reached(Exception):
     pass
 
 
-def written_by(call: Call, which: int) -> tuple[Place | None, tuple[Tensor, ...]]:
+def written_by(call: RecordedCall, which: int) -> tuple[Place | None, tuple[Tensor, ...]]:
     """The projection in which every head's query (0) or key (1) has output features of its own.
 
     Returns:

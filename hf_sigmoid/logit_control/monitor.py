@@ -26,7 +26,7 @@ from hf_sigmoid.attention import Call, read
 from hf_sigmoid.logit_control.blocks import plain_name
 from hf_sigmoid.logit_control.recorder import Recorder, all_reduce_max, record
 from hf_sigmoid.parameters import FUNCTIONS
-from hf_sigmoid.reference import _logits, _row
+from hf_sigmoid.reference import logits_of, row_of
 from hf_sigmoid.replace_attention import standing_in
 from hf_sigmoid.shards import head_part, reshard
 
@@ -174,15 +174,15 @@ def _figures(function: str, call: Call, row: Tensor | None) -> tuple[Tensor, tup
         nothing) and the largest weight.
     """
     options = {name: part for name, part in call.options.items() if name != "dropout"}
-    z, hidden, value = _logits(
+    z, hidden, value = logits_of(
         call.query, call.key, call.value, options["scaling"], options["visible"],
         options["is_causal"], options["softcap"], None, options["logit_bias"], True,
     )  # fmt: skip
     if function == "sigmoid":
-        logits = z + _row(-call.log_n if row is None else row, z)
+        logits = z + row_of(-call.log_n if row is None else row, z)
         weights = logits.sigmoid().masked_fill(hidden, 0.0)
     else:
-        logits = z if row is None else z * _row(row, z)
+        logits = z if row is None else z * row_of(row, z)
         weights = logits.masked_fill(hidden, -math.inf)
         if call.sinks is not None:
             sink = call.sinks.to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
