@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_sigmoid
 from hf_sigmoid import functional
-from hf_sigmoid.context_parallel import context_parallel, split
+from hf_sigmoid.context_parallel import context_parallel, gather, split
 from hf_sigmoid.context_parallel import layout as ours
 
 WORKER = Path(context_worker.__file__)
@@ -102,7 +102,7 @@ def traces(model) -> list:
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_tokens_that_do_not_divide_are_refused(monkeypatch, size):
-    monkeypatch.setattr("hf_sigmoid.context_parallel.gather.place", lambda group: (0, size))
+    monkeypatch.setattr(gather, "place", lambda group: (0, size))
     if size == 3:
         assert split(torch.zeros(2, 9, 5)).shape == (2, 3, 5)
         assert split(torch.zeros(9, 2), dim=0).shape == (3, 2)
@@ -113,7 +113,7 @@ def test_tokens_that_do_not_divide_are_refused(monkeypatch, size):
 def test_parts_are_consecutive_and_in_order(monkeypatch):
     whole, parts = torch.arange(12).view(1, 12), []
     for rank in range(4):
-        monkeypatch.setattr(ours, "_place", lambda group, rank=rank: (rank, 4))
+        monkeypatch.setattr(gather, "place", lambda group, rank=rank: (rank, 4))
         parts.append(split(whole))
     assert torch.equal(torch.cat(parts, 1), whole)
 
@@ -297,7 +297,7 @@ def test_mask_functions_are_taken_apart_or_refused():
         ),
         theirs.packed_sequence_mask_function(POSITIONS),
     )
-    assert ours.window_of(causal()) is None and ours._window(packed) == 5
+    assert ours.window_of(causal()) is None and ours.window_of(packed) == 5
     for refused, message in {
         theirs.bidirectional_mask_function: "bidirectional_mask_function",
         theirs.chunked_causal_mask_function(4, torch.zeros(2)): "chunked_overlay",
