@@ -25,7 +25,7 @@ bench: $(READY)
 	$(BIN)/python kernels/benchmark.py
 
 static: $(READY)
-	$(BIN)/python kernels/static_report.py --check
+	$(BIN)/python kernels/static/report.py --check
 
 support: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m support $(if $(ONLY),--only $(ONLY)) $(if $(RESUME),--resume)

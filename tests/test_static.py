@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-KERNELS = Path(__file__).parent.parent / "kernels"
+KERNELS = Path(__file__).parent.parent / "kernels" / "static"
 sys.path.append(str(KERNELS))  # the report is a script beside its modules, and no package
 disassembly = importlib.import_module("disassembly")
 compiled = importlib.import_module("compiled")
-limits = importlib.import_module("static_limits")
-static_report = importlib.import_module("static_report")
+limits = importlib.import_module("limits")
+static_report = importlib.import_module("report")
 
 # As cuobjdump prints it: a masked loop, then the same work without a mask and with a spin inside.
 SASS = """
@@ -225,7 +225,7 @@ def test_a_baseline_is_of_one_triton_version(monkeypatch, tmp_path):
 
 def test_interpreted_kernels_are_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(sys, "argv", ["static_report.py", "--quick"])
+    monkeypatch.setattr(sys, "argv", ["report.py", "--quick"])
     with pytest.raises(SystemExit, match="2"):
         static_report.main()
     assert capsys.readouterr().err.count("\n") == 1
@@ -234,7 +234,7 @@ def test_interpreted_kernels_are_refused_in_one_line(monkeypatch, capsys):
 def test_kernels_compile_for_gpus_that_are_not_here():
     """In a process of its own because interpreted kernels cannot be compiled."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, KERNELS / "static_report.py", "--quick"]
+    command = [sys.executable, KERNELS / "report.py", "--quick"]
     if limits.read_baselines()[1]:  # the limits are those of one Triton version's code
         command.append("--check")
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The compilers' output for every kernel, without a GPU: `python kernels/static_report.py`.
+"""The compilers' output for every kernel, without a GPU: `python kernels/static/report.py`.
 
 The real operator runs on CPU tensors, with a driver that names a chip and launches nothing
 (compiled.py). What was compiled is disassembled and counted; nothing is timed. Causal, windowed,
@@ -33,10 +33,10 @@ is the one without a mask. A score is one element of the tile of q·k.
                    `-` on sm_100, whose instructions do not name their sizes
     ovl            sm_90: share of the special-function instructions issued while an asynchronous
                    matrix product is in flight; an order of issue, not a time
-    limits         `ok`, or which limit (static_limits.py) the row breaks
+    limits         `ok`, or which limit (limits.py) the row breaks
 
 `--check` exits with 1 if a row breaks a limit, a kernel does not compile, or registers, spills,
-instructions or special functions per score have grown by more than 5 % over static_baseline.json,
+instructions or special functions per score have grown by more than 5 % over baseline.json,
 which `--write-baseline` writes for the installed Triton version.
 """
 
@@ -51,9 +51,9 @@ import tempfile
 import warnings
 
 import triton
+from cases import BIASED, CASES, EXPANDED, QUICK, TARGETS, call, is_plain
 from compiled import Row, compiling, measure
-from static_cases import BIASED, CASES, EXPANDED, QUICK, TARGETS, call, is_plain
-from static_limits import broken, grown, read_baselines, write_baseline
+from limits import broken, grown, read_baselines, write_baseline
 
 TABLE = (
     "{target:6} {kernel:13} {function:8} {dtype:5} {D:11} {tile:7} {w:>2} {form:11} {regs:>4} "

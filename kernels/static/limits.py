@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import triton
+from cases import EXPANDED, is_plain
 from compiled import Row
-from static_cases import EXPANDED, is_plain
 
-BASELINE = Path(__file__).with_name("static_baseline.json")
+BASELINE = Path(__file__).with_name("baseline.json")
 # Shared memory that one program may use, in kB (CUDA programming guide; CDNA3 ISA).
 SHARED_KB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
 # Of each form of σ: special functions per score, and instructions per score of the forward loop,
