@@ -4,13 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import pytest
 from training_runs import RECIPES, arguments, losses
 
 from hf_sigmoid import run_lock
-from hf_sigmoid.errors import BadInput
 
 # As on Windows, as far as a Linux system can be without.
 LACKING = """
@@ -48,22 +45,6 @@ def test_a_run_needs_nothing_that_only_posix_has(tiny, corpus_file, tmp_path):
     assert len(losses(tmp_path / "out")) == 4
     names = [folder.name for folder in (tmp_path / "out" / "checkpoints").iterdir()]
     assert names == ["step_00000003"]
-
-
-def test_windows_locks_are_taken_where_there_are_no_others(tmp_path, monkeypatch):
-    taken: set[int] = set()
-
-    def locking(descriptor: int, mode: int, size: int) -> None:
-        file = os.fstat(descriptor).st_ino
-        if file in taken:
-            raise PermissionError(13, "Permission denied")
-        taken.add(file)
-
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(LK_NBLCK=2, locking=locking))
-    run_lock.RunLock(tmp_path)
-    with pytest.raises(BadInput, match="another process is writing into it"):
-        run_lock.RunLock(tmp_path)
 
 
 def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path, monkeypatch):
