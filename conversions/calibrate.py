@@ -30,7 +30,7 @@ Batch = Tensor | dict[str, Tensor]
 
 @dataclass
 class Fit:
-    """What was fitted for the heads of one attention module; all float64 on the CPU."""
+    """The fit of the heads of one attention module; all float64 on the CPU."""
 
     offset: Tensor  # [H], of b = −L
     slope: Tensor  # [H]
@@ -66,7 +66,7 @@ class Fit:
 
 @dataclass
 class LayerError:
-    """How far sigmoid attention is from softmax attention on the same queries, keys and values."""
+    """The distance of sigmoid from softmax attention on the same queries, keys and values."""
 
     relative: float  # ‖sigmoid − softmax‖ / ‖softmax‖ of the module's output before its projection
     row_sum: float  # mean over rows of Σ_n σ(z_n + b); softmax's is 1
@@ -107,7 +107,7 @@ def collect(
     part: str | None = None,
     progress: bool = True,
 ) -> dict[str, "NormalEquations"]:
-    """What every fit needs of a text, by attention module; the model is left as it was found."""
+    """The sums that every fit needs of a text, by attention module; the model stays as it was."""
     sums: dict[str, NormalEquations] = {}
 
     def note(name: str, call: Call) -> Tensor:

@@ -67,7 +67,7 @@ def card(report: dict, plan: Plan, name: str) -> str:
 
 
 def how_to_load(name: str, cls: str, is_ours: bool) -> str:
-    """What to install, how to load the model, and what other programs make of it."""
+    """The lines on installing, on loading the model, and on other programs."""
     if not is_ours:
         return f"""```python
 from transformers import {cls}
@@ -91,7 +91,7 @@ may run it as the softmax model that it is not."""
 
 
 def install_command() -> str:
-    """What installs this release: from its repository, while no package index has it."""
+    """The command that installs this release: from its repository, while no index has it."""
     try:
         urls = importlib.metadata.metadata("hf-sigmoid").get_all("Project-URL") or []
     except importlib.metadata.PackageNotFoundError:
@@ -105,7 +105,7 @@ def install_command() -> str:
 
 
 def next_step(report: dict, folder: str) -> list[str]:
-    """What a conversion that reads much worse than its original needs first."""
+    """The advice for a conversion that reads much worse than its original."""
     before, after = (report.get(f"perplexity_{when}") for when in ("before", "after"))
     healed = "distillations" in report
     if before is None or after is None or after <= MUCH_WORSE * before or healed:

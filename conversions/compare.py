@@ -102,7 +102,7 @@ def perplexities(
 
 
 class Measure:
-    """What a conversion costs on windows of a text, by the model's kind: `reading.METRICS`.
+    """The figure that a conversion is judged by, of the model's kind: `reading.METRICS`.
 
     Args:
         model: of this kind; its weights are not used.

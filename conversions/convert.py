@@ -192,7 +192,7 @@ def dry_run(
     keep_softmax: int = 0,
     rope: str | None = None,
 ) -> Plan:
-    """What `convert` would do, from the config alone: no weights are loaded, nothing is written.
+    """The plan of `convert`, from the config alone: no weights are loaded, nothing is written.
 
     Which layers `keep_softmax` keeps takes the weights: the plan is of all that were asked for.
 

@@ -36,7 +36,7 @@ KINDS = ("gain", "temperature")
 
 @dataclass
 class Places:
-    """Of one attention module; None: it has no such place."""
+    """The places of one attention module; None: it has no such place."""
 
     gain: Place | None = None
     temperature: Place | None = None
@@ -44,7 +44,7 @@ class Places:
 
 @dataclass
 class Folded:
-    """What was folded into a model, and the tensors as they were."""
+    """The factors that were folded into a model, and the tensors as they were."""
 
     factors: dict[str, Tensor] = field(default_factory=dict)  # "gain/MODULE" -> [H]
     originals: dict[str, Tensor] = field(default_factory=dict)  # parameter's name -> tensor
@@ -88,7 +88,7 @@ class Folded:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Folded | None":
-        """What was folded into a checkpoint; None if nothing was.
+        """Read the factors that were folded into a checkpoint; None if there are none.
 
         Raises:
             ValueError: a file that cannot be read.

@@ -153,7 +153,7 @@ def _plain(name: str) -> str:
 
 
 def _misfit(message: str, adapter: str | Path, base: str, model: PreTrainedModel) -> str:
-    """What to do about an adapter whose tensors have other shapes than the base's."""
+    """The remedy for an adapter whose tensors have other shapes than the base's."""
     found = re.search(r"size mismatch for (\S+?): .*?\[(\d+)[^\]]*\].*?\[(\d+)", message, re.S)
     if found is None:
         return f"{adapter} does not fit {base}: {message.strip().splitlines()[0]}"

@@ -120,7 +120,7 @@ def _gpu_that_holds(model: PreTrainedModel) -> torch.device | None:
 
 
 def _dtype(path: str, config: PreTrainedConfig) -> torch.dtype | str:
-    """What to hold a checkpoint's weights in."""
+    """The dtype to hold a checkpoint's weights in."""
     found = checkpoint_files.dtypes_of(path)
     if len(found) == 1:
         return next(iter(found))
@@ -183,7 +183,7 @@ def weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def positions(model: PreTrainedModel, part: str | None) -> int | None:
-    """How many tokens a model can read, None if its config names no bound."""
+    """The number of tokens that a model can read, None if its config names no bound."""
     inner = part_of(model, part)
     names = (f"max_{stack}position_embeddings" for stack in ("", "encoder_", "decoder_"))
     bounds = [getattr(inner.config, name, None) for name in names]

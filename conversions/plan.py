@@ -19,7 +19,7 @@ STARTS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Which attention modules become which function, and what their per-query terms start from.
+    """The attention modules that change, their function, and the start of their per-query terms.
 
     ssmax, c_m = β + γ log n_m:
         identity      β 1, γ 0: the softmax model, to the last bit

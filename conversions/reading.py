@@ -34,7 +34,7 @@ def kind(model: PreTrainedModel) -> str:
 
 
 def reader(model: PreTrainedModel, part: str | None) -> PreTrainedModel:
-    """What text is run through: the model, without a language model's head the part's own."""
+    """The model that text is run through: without a language model's head the part's own."""
     return models.part_of(model, part).base_model if kind(model) == "features" else model
 
 
@@ -71,7 +71,7 @@ def check_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def feed(model: PreTrainedModel, ids: Tensor, **given) -> dict[str, Tensor | bool]:
-    """What the forward pass takes for token ids `[B, T]` to reach every attention module."""
+    """Arguments of the forward pass by which token ids `[B, T]` reach every attention module."""
     # The first weight of an offloaded model has no device of its own; hooks move what it gets.
     ids = ids.to("cpu" if model.device.type == "meta" else model.device)
     inputs = {"input_ids": ids}
@@ -84,7 +84,7 @@ def feed(model: PreTrainedModel, ids: Tensor, **given) -> dict[str, Tensor | boo
 
 
 def shifted(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """What a decoder that writes `ids` reads: its start token, and all but the last."""
+    """The ids that a decoder reads which writes `ids`: its start token, and all but the last."""
     config = model.config.get_text_config(decoder=True)
     names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
     owners = (model.generation_config, model.config, config)

@@ -22,7 +22,7 @@ def markdown(report: dict, plan: Plan) -> str:
 
 
 def cost(report: dict) -> str:
-    """What the conversion cost, in a sentence."""
+    """The cost of a conversion, in a sentence."""
     metric, window = report["metric"], report["window"]
     if not {"perplexity_after", "hidden_state_change"} & report.keys():
         differences = report.get("largest_logit_difference", {}).values()
@@ -136,7 +136,7 @@ def _modules(report: dict) -> list[str]:
 
 
 def distillations(report: dict) -> list[str]:
-    """What each run of `recipes/distil_attention.py` did afterwards, in a paragraph."""
+    """A paragraph for each distillation that followed."""
     return [_distillation(run) for run in report.get("distillations", [])]
 
 

@@ -40,7 +40,8 @@ def attention(
     output_attentions: bool | None = False,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls: query `[B, H, M, D]`, key `[B, G, N, D]`, value `[B, G, N, V]`.
+    """The function that transformers calls: query `[B, H, M, D]`, key `[B, G, N, D]`, value `[B, G, N,
+    V]`.
 
     Returns:
         Output `[B, M, H, V]`, contiguous, and the weights `[B, H, M, N]` if `output_attentions`,
@@ -79,7 +80,7 @@ def attention(
 
 
 class Call(NamedTuple):
-    """What transformers' arguments mean: those of either verb, and log n of every query."""
+    """Transformers' arguments as those of either verb, and log n of every query."""
 
     query: Tensor  # [B, H, M, D]
     key: Tensor  # [B, G, N, D]

@@ -25,7 +25,7 @@ FLOATING = {
 
 
 def weight_files(source: str | Path) -> list[Path]:
-    """Of a folder or of a hub id in the cache, sorted; none if it has no safetensors files."""
+    """The safetensors files of a folder, or of a hub id in the cache, sorted; there may be none."""
     names = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)
     found = (
         cached_file(str(source), name, _raise_exceptions_for_missing_entries=False)

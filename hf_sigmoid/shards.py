@@ -80,7 +80,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def head_part(module: nn.Module, here: int) -> tuple[int, slice, dist.ProcessGroup | None]:
-    """Of an attention module that computes `here` heads in this process.
+    """The part of an attention module's heads that this process computes, `here` of them.
 
     Returns:
         How many it has in all, which of them are here, and the processes that have the others

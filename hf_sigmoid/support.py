@@ -330,7 +330,7 @@ def _check_layers(model: "PreTrainedModel") -> None:
 
 
 def _by_parts(config: PreTrainedConfig, function: str) -> str:
-    """What to do instead, if anything."""
+    """A sentence on a way out; empty if there is none."""
     if parts := list(sub_configs(config)):
         return (
             f"Name the parts that can change, as attn_implementation={{{parts[0]!r}: "

@@ -132,7 +132,7 @@ def list_shapes(options: argparse.Namespace) -> list[dict]:
 
 
 def describe(device: torch.device) -> dict:
-    """What the numbers depend on besides the shape; no name of a machine."""
+    """The device, versions and commit that numbers depend on; no name of a machine."""
     versions = {name: version(name) for name in ("torch", "triton", "hf-sigmoid")}
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -127,7 +127,7 @@ def rival(name: str, shape: dict, device: torch.device):
 
 
 def prepare(name: str, shape: dict, device: torch.device):
-    """What is timed: a function of no arguments."""
+    """The call that is timed: a function of no arguments."""
     q, k, v, do = tensors(shape, device, DTYPES[shape["dtype"]])
     if name == "copy":
         # A copy reads and writes: k's bytes twice are those of k and v once.

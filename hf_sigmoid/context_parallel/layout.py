@@ -236,7 +236,7 @@ def window_of(mask_function: Callable) -> int | None:
 
 
 def _leaves(mask_function: Callable) -> Iterator[tuple[str, int | None]]:
-    """What a mask function of transformers.masking_utils is the intersection of."""
+    """The parts that a mask function of transformers.masking_utils intersects."""
     name = getattr(mask_function, "__qualname__", repr(mask_function)).split(".")[0]
     ours = getattr(mask_function, "__module__", "") == "transformers.masking_utils"
     cells = getattr(mask_function, "__closure__", None) or ()

@@ -30,13 +30,13 @@ class Matrix:
 
     @property
     def dimension(self) -> int:
-        """Of the output features in the weight."""
+        """The dimension of the output features in the weight."""
         return int(isinstance(self.projection, Conv1D))
 
 
 @dataclass
 class Heads:
-    """Which rows of which projections make each head's queries and keys.
+    """The rows of projections that make each head's queries and keys.
 
     By attention module its matrices: `query` and `key`; or of latent attention (DeepSeek's) `dq`,
     `uq`, `qr`, `dkv`, `kr` and `uk`. Modules are kept, not their weights: what a wrapper puts in a
@@ -147,7 +147,7 @@ def plain_name(name: str) -> str:
 
 
 def _only(matrices: list[Matrix]) -> str | None:
-    """What all output features of a projection are; None: they are of several kinds."""
+    """The kind of all output features of a projection; None: they are of several."""
     kinds = {matrix.holds for matrix in matrices}
     covered = torch.stack([matrix.head >= 0 for matrix in matrices]).any(0).all()
     return kinds.pop() if covered and kinds in ({"query"}, {"key"}) else None

@@ -56,7 +56,7 @@ class RecordedCall:
 
 
 def one_call(model: PreTrainedModel, name: str, ids: Tensor) -> RecordedCall | None:
-    """How a model calls one of its attention modules on token ids `[B, T]`; None: it does not."""
+    """A model's call of one of its attention modules on token ids `[B, T]`; None: there is none."""
     module, calls = model.get_submodule(name), []
 
     def note(module, args, kwargs):
@@ -78,7 +78,7 @@ def one_call(model: PreTrainedModel, name: str, ids: Tensor) -> RecordedCall | N
 
 
 def _run_without_numbers(model: PreTrainedModel, ids: Tensor) -> None:
-    """Of a model on the meta device all that looks at values, its mask and attention, is ours."""
+    """Run a model on the meta device: all that looks at values, mask and attention, is ours."""
 
     def attention(module, query, key, value, attention_mask, **kwargs):
         B, H, M, _ = query.shape

@@ -85,7 +85,7 @@ class QuacK:
         return self._rows.per_matrix(self._multipliers())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint must keep: without it the rule would start anew from where it is.
+        """The reference norms: without them in a checkpoint the rule would start anew from there.
 
         Whole on every process, however the weights are split.
         """
@@ -109,7 +109,7 @@ class QuacK:
             hook.remove()
 
     def _now(self) -> Tensor:
-        """What each rate is proportional to, `[places]`, for the weights as they are."""
+        """The factors that rates are proportional to, `[places]`, for the weights as they are."""
         norms = self._rows.per_matrix(self._rows.sums().sqrt()).values()
         factors = [(_factors(block), list(block)) for block in norms]
         return torch.cat([found[key] for found, keys in factors for key in keys])
@@ -146,7 +146,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _factors(norms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What each rate is proportional to, from the norms of a module's matrices."""
+    """The factors that rates are proportional to, from the norms of a module's matrices."""
     if "query" in norms:
         query, key = norms["query"], norms["key"]
         group = len(query) // len(key)

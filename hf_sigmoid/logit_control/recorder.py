@@ -48,7 +48,7 @@ class Maxima:
 
 
 class Recorder:
-    """What `record` yields."""
+    """The largest logits so far; `record` yields it."""
 
     def __init__(self, modules: dict[str, tuple[nn.Module, Maxima]]):
         self._modules = modules

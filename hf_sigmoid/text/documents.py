@@ -26,7 +26,7 @@ _UTF_16_OR_32 = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
 
 @dataclass(frozen=True)
 class Reading:
-    """How text is read, and what errors call it.
+    """The way that text is read, and its name in errors.
 
     Attributes:
         key: of what was asked for: "data.path", "the haystack text".

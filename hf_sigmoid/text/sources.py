@@ -33,7 +33,7 @@ Given = Paths | None
 
 @dataclass(frozen=True)
 class Text:
-    """What was read, and what a report calls it."""
+    """A text that was read, and its name in reports."""
 
     name: str
     content: str

@@ -196,7 +196,7 @@ def _query_ranges(intervals, ranges, M, N, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def query_range(ranges, b, n, tiles, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Which query tiles see keys [n, n + BLOCK_N): none outside [start, stop), and those in
+    """The query tiles that see keys [n, n + BLOCK_N): none outside [start, stop), and those in
     [full_start, full_stop) see all of them.
 
     Intervals need not rise with m: [start, stop) then holds tiles that see nothing, and only the

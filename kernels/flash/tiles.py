@@ -38,12 +38,12 @@ def strided(tensor: Tensor | None) -> Strided | None:
 
 
 def has_terms(softcap: float, *terms: Tensor | None) -> bool:
-    """Whether a call has one of the terms for which `tuning.tile` keeps rows of their own."""
+    """Has a call one of the terms for which `tuning.tile` keeps rows of their own?"""
     return softcap > 0 or any(term is not None for term in terms)
 
 
 def is_describable(tensor: Tensor) -> bool:
-    """Whether the copy engine of Hopper can read tiles of a [B, G, N, X] tensor.
+    """Can the copy engine of Hopper read tiles of a [B, G, N, X] tensor?
 
     It asks for contiguous rows that begin at multiples of 16 bytes, and for no expanded dimension.
     """
@@ -190,7 +190,7 @@ def split_range(first, last, all_first, all_last, BLOCK: tl.constexpr):
 
 @triton.jit
 def visible(lo, hi, mask, b, h, rows, cols, M, N):
-    """Which elements of a tile take part."""
+    """The elements of a tile that take part."""
     # One comparison: below lo the difference wraps around; hi is not below lo.
     past_lo = (cols - lo).to(tl.int32).to(tl.uint32, bitcast=True)
     keep = past_lo < (hi - lo).to(tl.uint32, bitcast=True)
@@ -256,7 +256,7 @@ def logits(s, bias, slope, b, h, rows, cols, M, N, scaling, softcap, HAS_SOFTCAP
 
 @triton.jit
 def unit(bias, slopes, scaling, HAS_SOFTCAP: tl.constexpr):
-    """What `logits` leaves out of z: τ where nothing follows it, so that it folds into one fma."""
+    """The factor that `logits` leaves out of z: τ where nothing follows it, to fold into one fma."""
     if HAS_SOFTCAP or (bias is not None) or (slopes is not None):
         return 1.0
     else:
@@ -286,7 +286,7 @@ PAIR_SCALED = _pair("")
 
 @triton.jit
 def sigmoid_factor(FORM: tl.constexpr):
-    """What takes a logit to `sigmoid`'s argument."""
+    """The factor from a logit to `sigmoid`'s argument."""
     return 0.5 if FORM == "tanh" else -LOG2E
 
 
@@ -303,7 +303,7 @@ def sigmoid_offset(row, FORM: tl.constexpr):
 
 @triton.jit
 def sigmoid_unit(FORM: tl.constexpr):
-    """What `sigmoid` has to be multiplied by."""
+    """The factor that `sigmoid` has to be multiplied by."""
     return 2.0**-60 if FORM == "pair_scaled" or FORM == "halley_scaled" else 1.0
 
 

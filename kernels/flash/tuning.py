@@ -19,7 +19,7 @@ from triton.runtime.driver import driver
 
 
 class Tile(NamedTuple):
-    """How a kernel cuts its work.
+    """The tile that a kernel cuts its work into.
 
     Queries and keys of a tile of scores, warps of a program, and stages of its pipelined loop over
     tiles that need no mask (of the one loop that there is, where a call has a mask); stages of the
@@ -204,7 +204,7 @@ def _target() -> tuple[str, int | str]:
 
 
 def _multiprocessors() -> int:
-    """Of the current device; as many as an H100 has where there is none."""
+    """The number on the current device; an H100's where there is none."""
     if not torch.cuda.is_available():
         return 132
     return _count(torch.cuda.current_device())

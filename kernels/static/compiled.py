@@ -57,7 +57,7 @@ def compiling(target: GPUTarget, launch: Callable) -> Iterator[None]:
 
 @dataclass
 class Row:
-    """What one compiled kernel costs; report.py explains the figures."""
+    """The cost of one compiled kernel; report.py explains the figures."""
 
     target: str
     kernel: str

@@ -54,7 +54,7 @@ def parse_amdgcn(text: str) -> list[Instruction]:
 
 @functools.cache
 def count_one(opcode: str) -> dict[str, int]:
-    """What one instruction adds to `count`."""
+    """The figures that one instruction adds to `count`."""
     counts = {kind: 1 for kind, pattern in KINDS.items() if re.match(pattern, opcode)}
     if size := re.match(r"[HQI]GMMA\.(\d+)x(\d+)x(\d+)", opcode):
         counts["flops"] = 2 * int(size[1]) * int(size[2]) * int(size[3]) // 4  # four warps share it

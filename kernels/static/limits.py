@@ -89,7 +89,7 @@ def write_baseline(rows: list[Row]) -> None:
 
 
 def grown(row: Row, baseline: dict[str, dict[str, float]]) -> list[str]:
-    """What a row has more of than 5 % over its baseline."""
+    """The figures of a row that are more than 5 % over its baseline."""
     before = baseline.get(str(row), {})
     return [
         f"{row}: {figure} was {before[figure]:g}, is {value:g}"
