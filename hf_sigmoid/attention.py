@@ -40,8 +40,7 @@ def attention(
     output_attentions: bool | None = False,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """The function that transformers calls: query `[B, H, M, D]`, key `[B, G, N, D]`, value `[B, G, N,
-    V]`.
+    """The call of transformers: query `[B, H, M, D]`, key `[B, G, N, D]`, value `[B, G, N, V]`.
 
     Returns:
         Output `[B, M, H, V]`, contiguous, and the weights `[B, H, M, N]` if `output_attentions`,

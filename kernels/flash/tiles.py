@@ -256,7 +256,7 @@ def logits(s, bias, slope, b, h, rows, cols, M, N, scaling, softcap, HAS_SOFTCAP
 
 @triton.jit
 def unit(bias, slopes, scaling, HAS_SOFTCAP: tl.constexpr):
-    """The factor that `logits` leaves out of z: τ where nothing follows it, to fold into one fma."""
+    """The factor that `logits` leaves out of z: τ where nothing follows, to fold into one fma."""
     if HAS_SOFTCAP or (bias is not None) or (slopes is not None):
         return 1.0
     else:
