@@ -8,6 +8,7 @@ registered at the moment transformers loads its model classes, or at once if it 
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_sigmoid.after_import import install
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from hf_sigmoid.configuration import configure
     from hf_sigmoid.functional import sigmoid_attention, ssmax_attention
     from hf_sigmoid.support import Unsupported
+
+# A checkout that is not installed: conversions/ lies beside this folder.
+if (Path(__file__).parents[1] / "conversions" / "convert.py").is_file():
+    __path__.append(str(Path(__file__).parents[1]))
 
 __version__ = "0.1.0"
 __all__ = ["Unsupported", "configure", "sigmoid_attention", "ssmax_attention"]

@@ -169,6 +169,18 @@ def test_the_folder_kernels_never_shadows_hugging_faces_package():
     assert spec is None or spec.origin is None or ROOT not in Path(spec.origin).parents
 
 
+def test_a_checkout_works_without_being_installed():
+    code = (
+        "import os, sys\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import hf_sigmoid.conversions, hf_sigmoid.kernels.flash, hf_sigmoid.training.train\n"
+        "print(hf_sigmoid.conversions.__file__, hf_sigmoid.kernels.flash.__file__)"
+    )
+    files = [ROOT / "conversions/__init__.py", ROOT / "kernels/flash/__init__.py"]
+    assert run(code).split() == [str(file) for file in files]
+
+
 def test_an_unknown_attribute_is_an_attribute_error():
     run(
         "import hf_sigmoid\nassert not hasattr(hf_sigmoid, 'softmax_attention')\n"
