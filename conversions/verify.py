@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_sigmoid.compat import CACHE
 from hf_sigmoid.conversions.reading import feed, kind, outputs
 
 
@@ -49,12 +50,13 @@ def _decoded(model: PreTrainedModel, inputs: dict, cut: int) -> Tensor | None:
         # One pass of the encoder serves every step; a step that is given its output needs no text.
         rest["encoder_outputs"] = model.get_encoder()(inputs["input_ids"])
     step = model(**{name: ids[:, :cut]}, **rest, use_cache=True)
-    if getattr(step, "cache", None) is None:
+    if getattr(step, CACHE, None) is None:
         return None  # recurrent_gemma keeps its state to itself
     decoded = [step.logits]
     for position in range(cut, ids.shape[1]):
         token = ids[:, position : position + 1]
-        step = model(**{name: token}, **rest, cache=step.cache, use_cache=True)
+        given = {name: token, CACHE: getattr(step, CACHE)}
+        step = model(**given, **rest, use_cache=True)
         decoded.append(step.logits)
     return torch.cat(decoded, 1)
 

@@ -107,14 +107,15 @@ def guard_continuous_batching() -> None:
     from hf_sigmoid.wraps import Wrap, install
 
     def wrap(original):
-        def switch_to_cb_friendly_attn(self, model, auto_switch_to_flash=True):
+        def switch_to_cb_friendly_attn(self, model, *args, **kwargs):
             if model.config._attn_implementation not in FUNCTIONS:
-                return original(self, model, auto_switch_to_flash)
+                return original(self, model, *args, **kwargs)
 
         return switch_to_cb_friendly_attn
 
-    arguments = ["self", "model", "auto_switch_to_flash"]
-    install([Wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", wrap, arguments)])
+    install(
+        [Wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", wrap, ["self", "model"])]
+    )
 
 
 def _record(model: nn.Module) -> dict | None:

@@ -10,14 +10,12 @@ import functools
 import re
 import warnings
 
-import torch
-import transformers
-from packaging.version import Version
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from hf_sigmoid import (
+    compat,
     configuration,
     layer_types,
     masks,
@@ -33,15 +31,12 @@ from hf_sigmoid.parameters import FUNCTIONS, HOLDER, LogLength
 # An attribute of a model: the functions that its sub-configs named when it was begun.
 REQUESTED = "_hf_sigmoid_requested"
 
-# The releases on which the whole test suite passes (`make test-versions`): lowest and newest.
-TESTED = {"transformers": ("5.24", "5.24"), "torch": ("2.13", "2.14")}
-
 
 def register() -> None:
     """Add both names to transformers and install the wraps. Idempotent."""
     if "sigmoid" in AttentionInterface._global_mapping:
         return
-    _check_versions()
+    compat.warn_of_untested()
     layer_types.register()
     wraps.install(WRAPS)
     names = PreTrainedConfig._attn_implementation
@@ -49,18 +44,6 @@ def register() -> None:
     for function in FUNCTIONS:
         AttentionInterface.register(function, functools.partial(attention, function))
         AttentionMaskInterface.register(function, masks.interval_mask)
-
-
-def _check_versions() -> None:
-    for package, (lowest, newest) in TESTED.items():
-        given = Version({"transformers": transformers, "torch": torch}[package].__version__)
-        low, new = Version(lowest), Version(newest)
-        if not low.release[:2] <= given.release[:2] <= new.release[:2]:
-            warnings.warn(
-                f"hf_sigmoid is tested with {package} {lowest} to {newest}, this is {given}: "
-                "run its tests first",
-                stacklevel=4,
-            )
 
 
 def _wrap_name(original):
@@ -208,9 +191,9 @@ def _implementations(config: PreTrainedConfig) -> str | dict | None:
 def _wrap_initialize(original):
     """A holder that the checkpoint lacks gets what the config says."""
 
-    def _initialize_weights(self, module, is_custom_code=False):
+    def _initialize_weights(self, module, *args, **kwargs):
         if not isinstance(module, LogLength):
-            return original(self, module, is_custom_code)
+            return original(self, module, *args, **kwargs)
         if not getattr(module, "_is_hf_initialized", False):
             module.reset_parameters()
             module._is_hf_initialized = True
@@ -269,7 +252,7 @@ WRAPS = [
         PreTrainedModel,
         "_check_and_adjust_attn_implementation",
         _wrap_check,
-        ["self", "attn_implementation", "is_init_check", "allow_all_kernels"],
+        ["self", "attn_implementation", "is_init_check"],
     ),
     wraps.Wrap(
         PreTrainedModel,
@@ -277,12 +260,7 @@ WRAPS = [
         _wrap_get_correct,
         ["self", "requested_attention", "is_init_check"],
     ),
-    wraps.Wrap(
-        PreTrainedModel,
-        "_initialize_weights",
-        _wrap_initialize,
-        ["self", "module", "is_custom_code"],
-    ),
+    wraps.Wrap(PreTrainedModel, "_initialize_weights", _wrap_initialize, ["self", "module"]),
     wraps.Wrap(
         PreTrainedModel,
         "_finalize_model_loading",

@@ -1,0 +1,43 @@
+"""Differences between the releases that we run on; each entry names the release that ends it.
+
+All other code is written for the newest release of transformers.
+"""
+
+import warnings
+
+import transformers
+from packaging.version import Version
+
+# The releases on which the whole test suite passes (`make test-versions`): lowest and newest.
+TESTED = {"transformers": ("5.24", "5.24"), "torch": ("2.13", "2.14")}
+LOWEST = "5.4"  # of transformers: before it the methods that we wrap are others
+
+RELEASE = Version(transformers.__version__)
+
+# The argument of a model's forward, and the field of its output, with the keys and values so far.
+# Ends with 5.24, where it is "cache".
+CACHE = "cache" if Version("5.24") <= RELEASE else "past_key_values"
+
+
+def check_transformers() -> None:
+    """Raise ImportError for a release that is too old to be wrapped."""
+    if RELEASE.release[:2] < Version(LOWEST).release:
+        raise ImportError(
+            f"hf_sigmoid needs transformers {LOWEST} or newer, this is {RELEASE}: "
+            "pip install -U transformers"
+        )
+
+
+def warn_of_untested() -> None:
+    """Warn once for a release of transformers or torch that no test has seen."""
+    import torch
+
+    for package, (lowest, newest) in TESTED.items():
+        given = RELEASE if package == "transformers" else Version(torch.__version__)
+        low, new = Version(lowest), Version(newest)
+        if not low.release[:2] <= given.release[:2] <= new.release[:2]:
+            warnings.warn(
+                f"hf_sigmoid is tested with {package} {lowest} to {newest}, this is {given}: "
+                "run its tests first",
+                stacklevel=5,
+            )
