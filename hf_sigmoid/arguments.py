@@ -50,6 +50,13 @@ def check(function, query, key, value, scaling, row, visible, softcap, alibi_slo
     for label, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if tensor is not None and not isinstance(tensor, Tensor):
             raise ValueError(f"{label} must be a tensor, got {type(tensor).__name__}")
+    for label, tensor in (
+        ("alibi_slopes", alibi_slopes), ("logit_bias", logit_bias), ("sinks", sinks),
+    ):  # fmt: skip
+        if isinstance(tensor, Tensor) and tensor.device != query.device:
+            raise ValueError(
+                f"{label} must be on query's device {query.device}, got {tensor.device}"
+            )
     if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((H,), (B, H)):
         raise ValueError(f"alibi_slopes must be {[H]} or {[B, H]}, got {list(alibi_slopes.shape)}")
     if logit_bias is not None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hf_sigmoid import arguments, cpu, reference
 
@@ -20,6 +21,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 # A boolean mask up to this size may be built for scaled_dot_product_attention: it is the faster
 # softmax, and beyond it the blocked path keeps memory O(block·N).
 DENSE_MASK_ELEMENTS = 1 << 22
+
+OLDEST_GPU = (8, 0)  # compute capability: the kernels' tiles do not fit into older ones
 
 
 class Statistics(NamedTuple):
@@ -129,7 +132,8 @@ def _attention(function, query, key, value, scaling, row, visible, is_causal, so
                return_statistics):  # fmt: skip
     arguments.check(function, query, key, value, scaling, row, visible, softcap, alibi_slopes,
                     logit_bias, sinks, dropout, backend)  # fmt: skip
-    backend = _choose(function, query, value, dropout, backend)
+    tensors = (query, key, value, row, alibi_slopes, logit_bias, sinks)
+    backend = _choose(function, query, value, dropout, backend, _has_tangents(tensors))
     B, H, M, D = query.shape
     N = key.shape[2]
     scaling = D**-0.5 if scaling is None else float(scaling)
@@ -167,14 +171,14 @@ def _attention(function, query, key, value, scaling, row, visible, is_causal, so
                 return _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout)
 
     intervals, mask = _intervals(visible, B, M, N, is_causal, query.device)
-    if mask is not None:
-        mask = mask.expand(B, H, M, N)
     if logit_bias is not None:
         # −inf hides a key: 0·(−inf) and a negative multiplier would make it anything but hidden.
-        logit_bias = logit_bias.to(dtype).expand(B, H, M, N)
+        # Before it is expanded, so that what is made here is no larger than what was given.
         shown = logit_bias != float("-inf")
         mask = shown if mask is None else mask & shown
-        logit_bias = logit_bias.masked_fill(~shown, 0.0)
+        logit_bias = logit_bias.to(dtype).masked_fill(~shown, 0.0).expand(B, H, M, N)
+    if mask is not None:
+        mask = mask.expand(B, H, M, N)
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.to(dtype).expand(B, H)
     if sinks is not None:
@@ -279,8 +283,15 @@ def _intervals(visible, B, M, N, is_causal, device):
     return torch.stack([lo, torch.maximum(lo, hi)], -1), mask
 
 
-def _choose(function, query, value, dropout, backend):
+def _choose(function, query, value, dropout, backend, has_tangents):
     """The backend that will run: "triton", "torch" or "reference"."""
+    if has_tangents:
+        if backend in ("triton", "torch"):
+            raise ValueError(
+                f"backend={backend!r} has no forward-mode derivative of {function} attention: "
+                "backend='reference' has, and 'auto' takes it"
+            )
+        return "reference"
     if backend in ("torch", "reference") or (backend == "auto" and not query.is_cuda):
         return "torch" if backend == "auto" else backend
     if why := _triton_refusal(query, value, dropout):
@@ -288,6 +299,16 @@ def _choose(function, query, value, dropout, backend):
             raise ValueError(f"backend='triton' cannot run {function} attention here: {why}")
         return "torch"
     return "triton"
+
+
+def _has_tangents(tensors: tuple) -> bool:
+    """Is a directional derivative being computed (`torch.func.jvp`, `forward_ad`)?"""
+    if forward_ad._current_level < 0:
+        return False
+    return any(
+        isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+    )
 
 
 def _triton_refusal(query: Tensor, value: Tensor, dropout: float) -> str | None:
@@ -303,6 +324,10 @@ def _triton_refusal(query: Tensor, value: Tensor, dropout: float) -> str | None:
         return "expected float32, bfloat16 or float16, got float64"
     if dropout:
         return f"expected dropout=0.0, got {dropout}"
+    if query.is_cuda and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(query.device)
+        if capability < OLDEST_GPU:
+            return "expected a GPU of sm_80 or newer, got sm_{}{}".format(*capability)
     if max(query.shape[-1], value.shape[-1]) > 256:
         return f"expected head dims up to 256, got {query.shape[-1]} and {value.shape[-1]}"
     return None

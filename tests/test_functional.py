@@ -1,7 +1,10 @@
 """Bad input to the two verbs: one error that names what was given and what was expected."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from largest import Largest
 
 from hf_sigmoid import functional
 
@@ -41,6 +44,14 @@ BAD = {
     "device": (
         {"key": torch.randn(B, G, N, D, device="meta")},
         "key must be on query's device cpu, got meta",
+    ),
+    "bias_device": (
+        {"logit_bias": torch.randn(M, N, device="meta")},
+        "logit_bias must be on query's device cpu, got meta",
+    ),
+    "slopes_device": (
+        {"alibi_slopes": torch.randn(H, device="meta")},
+        "alibi_slopes must be on query's device cpu, got meta",
     ),
     "grouping": (
         {"key": torch.randn(B, 3, N, D), "value": torch.randn(B, 3, N, V)},
@@ -90,7 +101,7 @@ def test_bad_arguments_are_named(function, case):
 
 @pytest.mark.parametrize("function", VERBS)
 @pytest.mark.parametrize("case", BAD_ROWS)
-def test_bad_row_numbers_are_named(function, case):
+def test_bad_per_query_terms_are_named(function, case):
     row, message = BAD_ROWS[case]
     with pytest.raises(ValueError, match=f"{ROW[function]} {message}"):
         VERBS[function](**good(), **{ROW[function]: row})
@@ -99,6 +110,8 @@ def test_bad_row_numbers_are_named(function, case):
 def test_bad_sinks_are_named_and_sigmoid_has_none():
     with pytest.raises(ValueError, match=r"sinks must be \[4\], got \[2\]"):
         functional.ssmax_attention(**good(), sinks=torch.zeros(2))
+    with pytest.raises(ValueError, match="sinks must be on query's device cpu, got meta"):
+        functional.ssmax_attention(**good(), sinks=torch.zeros(4, device="meta"))
     with pytest.raises(TypeError, match="sinks"):
         functional.sigmoid_attention(**good(), sinks=torch.zeros(4))
 
@@ -113,6 +126,54 @@ def test_triton_without_a_gpu_is_refused_and_auto_takes_torch(function, monkeypa
     assert torch.equal(
         VERBS[function](**good_seeded()), VERBS[function](**good_seeded(), backend="torch")
     )
+
+
+@pytest.mark.parametrize("function", VERBS)
+@pytest.mark.parametrize("argument", ["query", "row", "logit_bias"])
+def test_a_directional_derivative_is_exact_or_refused(function, argument):
+    tensors = {**good(torch.float64), "logit_bias": torch.randn(M, N, dtype=torch.float64)}
+    tensors[ROW[function]] = torch.rand(B, H, M, dtype=torch.float64)
+    name = ROW[function] if argument == "row" else argument
+    at = tensors.pop(name)
+    along = torch.randn_like(at)
+
+    def call(moved, backend="auto"):
+        return VERBS[function](**tensors, **{name: moved}, backend=backend)
+
+    _, found = torch.func.jvp(call, (at,), (along,))
+    step = 1e-6
+    expected = (call(at + step * along) - call(at - step * along)) / (2 * step)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    with pytest.raises(ValueError, match=r"no forward-mode derivative.* 'auto' takes it"):
+        torch.func.jvp(lambda moved: call(moved, "torch"), (at,), (along,))
+
+
+def test_a_gpu_before_sm_80_takes_torch(monkeypatch):
+    """As far as a machine without one can be asked."""
+    query = SimpleNamespace(
+        is_cuda=True, dtype=torch.float16, device="cuda", shape=(1, 1, 1, 64), ndim=4
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "sm_80 or newer, got sm_75" in functional._triton_refusal(query, query, 0.0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert functional._triton_refusal(query, query, 0.0) is None
+
+
+@pytest.mark.parametrize("function", VERBS)
+def test_a_broadcast_bias_is_not_made_as_large_as_the_weights(function):
+    """Of what the verb itself makes; the backends read it where it lies."""
+    bias = torch.randn(1, 1, M, N).masked_fill(torch.rand(M, N) < 0.3, -torch.inf)
+    given, tensors = [], good()
+
+    def record(query, key, value, row, intervals, mask, logit_bias, *rest):
+        given.extend((mask, logit_bias))
+        return query, None
+
+    with pytest.MonkeyPatch.context() as patch, Largest() as largest:
+        patch.setattr(functional.cpu, "attention", record)
+        VERBS[function](**tensors, logit_bias=bias, visible=torch.ones(M, N).bool())
+    assert all(each.shape == (B, H, M, N) and each.stride()[:2] == (0, 0) for each in given)
+    assert largest.elements < B * H * M * N
 
 
 def good_seeded():
