@@ -18,6 +18,10 @@ RELEASE = Version(transformers.__version__)
 # Ends with 5.24, where it is "cache".
 CACHE = "cache" if Version("5.24") <= RELEASE else "past_key_values"
 
+# Continuous batching calls whatever attention function a model has. Until 5.19 it calls paged ones,
+# which fill its cache themselves. Ends with 5.19.
+BATCHES_ANY_FUNCTION = Version("5.19") <= RELEASE
+
 
 def check_transformers() -> None:
     """Raise ImportError for a release that is too old to be wrapped."""

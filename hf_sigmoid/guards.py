@@ -103,19 +103,35 @@ def guard_continuous_batching() -> None:
         ContinuousBatchingManager,
     )
 
+    from hf_sigmoid.compat import BATCHES_ANY_FUNCTION
     from hf_sigmoid.layer_types import FUNCTIONS
     from hf_sigmoid.wraps import Wrap, install
 
-    def wrap(original):
+    def keep(original):
         def switch_to_cb_friendly_attn(self, model, *args, **kwargs):
             if model.config._attn_implementation not in FUNCTIONS:
                 return original(self, model, *args, **kwargs)
 
         return switch_to_cb_friendly_attn
 
-    install(
-        [Wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", wrap, ["self", "model"])]
-    )
+    def refuse(original):
+        def __init__(self, model, *args, **kwargs):
+            function = model.config._attn_implementation
+            if function in FUNCTIONS:
+                from hf_sigmoid.support import Unsupported
+
+                raise Unsupported(
+                    f"continuous batching calls kernels of its own before transformers 5.19, not "
+                    f"{function} attention: upgrade transformers, or use generate()"
+                )
+            original(self, model, *args, **kwargs)
+
+        return __init__
+
+    method, wrap = ("__init__", refuse)
+    if BATCHES_ANY_FUNCTION:
+        method, wrap = ("switch_to_cb_friendly_attn", keep)
+    install([Wrap(ContinuousBatchingManager, method, wrap, ["self", "model"])])
 
 
 def _record(model: nn.Module) -> dict | None:
