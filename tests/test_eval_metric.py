@@ -16,7 +16,7 @@ from test_eval_tasks import TOKENIZERS, builder, tokenizer
 
 from hf_sigmoid import text
 from hf_sigmoid.evals import clopper_pearson, export, parse
-from hf_sigmoid.evals.answers import written
+from hf_sigmoid.evals.encoding import written
 from hf_sigmoid.evals.metric import metric_path
 from hf_sigmoid.text import sources
 

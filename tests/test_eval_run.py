@@ -1,5 +1,6 @@
 """`hf-sigmoid eval` as a whole, on a two-layer llama that reads bytes."""
 
+import argparse
 import json
 import math
 import multiprocessing
@@ -30,12 +31,12 @@ from hf_sigmoid import loading, text
 from hf_sigmoid.conversions.__main__ import main as hf_sigmoid_command
 from hf_sigmoid.embedded import checkpoint
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.evals import commands, parse, run, settings, subjects
-from hf_sigmoid.evals.grid import Grid
-from hf_sigmoid.evals.needle_attention import Observer
+from hf_sigmoid.evals import commands, models, parse, run, settings
+from hf_sigmoid.evals.attention import Observer
+from hf_sigmoid.evals.models import EvaluatedModel
 from hf_sigmoid.evals.prompts import PromptBuilder
 from hf_sigmoid.evals.scoring import Scorer
-from hf_sigmoid.evals.subjects import Subject
+from hf_sigmoid.evals.settings import Grid
 from hf_sigmoid.rope import change_rope
 from hf_sigmoid.run_lock import RunLock
 
@@ -326,7 +327,7 @@ def test_an_evaluation_that_fails_before_its_first_sample_leaves_nothing(
     def refuse(*_, **__):
         raise BadInput("no model")
 
-    monkeypatch.setattr("hf_sigmoid.evals.subjects.load_model", refuse)
+    monkeypatch.setattr("hf_sigmoid.evals.models.load_model", refuse)
     assert commands.run(arguments(tmp_path / "out", tiny)) == 2
     assert not (tmp_path / "out").exists()
 
@@ -521,7 +522,7 @@ def test_logits_that_are_no_numbers_end_the_run(tiny, tmp_path):
 
 def test_yarn_sharpens_logits_unless_ssmax_does(tiny):
     models = {
-        attn: Subject.find(tiny, attn, "yarn:4").load(torch.float32, "cpu")
+        attn: EvaluatedModel.find(tiny, attn, "yarn:4").load(torch.float32, "cpu")
         for attn in ("sdpa", "ssmax")
     }
     factor = {attn: made.model.rotary_emb.attention_scaling for attn, made in models.items()}
@@ -618,7 +619,7 @@ def test_a_table_of_positions_is_the_text_s_own(tmp_path):
         )
     )
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=40))
-    assert [subjects._learns_positions(each) for each in (composite, gpt2)] == [False, True]
+    assert [models._learns_positions(each) for each in (composite, gpt2)] == [False, True]
 
 
 def test_where_a_rope_changes_is_read_as_transformers_does():
@@ -627,7 +628,7 @@ def test_where_a_rope_changes_is_read_as_transformers_does():
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     dynamic["original_max_position_embeddings"] = 4096
     found = [
-        subjects._rope_switch(
+        models._rope_switch(
             LlamaConfig(
                 hidden_size=32, num_attention_heads=4, max_position_embeddings=32768,
                 rope_parameters=rope,
@@ -643,13 +644,13 @@ def test_weights_of_other_sizes_and_a_rope_changed_before_are_bad_input(tiny, tm
     config = json.loads((tmp_path / "sizes/config.json").read_text())
     (tmp_path / "sizes/config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
     with pytest.raises(BadInput, match="cannot load it"):
-        Subject.find(str(tmp_path / "sizes")).load(torch.float32, "cpu")
+        EvaluatedModel.find(str(tmp_path / "sizes")).load(torch.float32, "cpu")
     model = AutoModelForCausalLM.from_pretrained(tiny)
     change_rope(model, "theta:2")
     model.save_pretrained(tmp_path / "changed")
     AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "changed")
     with pytest.raises(BadInput, match="was changed already, by theta:2"):
-        Subject.find(str(tmp_path / "changed"), "ssmax", "yarn:4")
+        EvaluatedModel.find(str(tmp_path / "changed"), "ssmax", "yarn:4")
 
 
 @pytest.mark.parametrize("preset", settings.PRESETS)
@@ -657,9 +658,9 @@ def test_weights_of_other_sizes_and_a_rope_changed_before_are_bad_input(tiny, tm
 def test_the_prompts_of_the_presets_fit(preset, kind, tmp_path):
     """Each task at its shortest length, where the small vocabularies' words take many tokens."""
     words = ["--models", "x", "--preset", preset, "--out", str(tmp_path)]
-    parser = settings.argparse.ArgumentParser()
-    settings.add_arguments(parser)
-    grid = settings.read(parser.parse_args(words)).grid
+    parser = argparse.ArgumentParser()
+    commands.add_arguments(parser)
+    grid = commands.read(parser, words)[0].grid
     builder = PromptBuilder(small_tokenizer(kind), text.austen())
     # A tokenizer of 900 words writes three times as many tokens as one of 49,152.
     length = grid.lengths[0] * 3
@@ -778,7 +779,7 @@ def test_a_folder_of_others_files_is_refused_before_any_work(
     (tmp_path / "deep").mkdir()
     (tmp_path / name).write_text(held)
     before = everything(tmp_path)
-    for work in ("plan.haystack", "merging.merged", "run.evaluate"):
+    for work in ("plan.read_haystack", "summary.merged", "run.evaluate"):
         monkeypatch.setattr(f"hf_sigmoid.evals.{work}", lambda *given: pytest.fail("worked"))
     for argv in (arguments(tmp_path, tiny), ["report", str(whole[1]), "--out", str(tmp_path)]):
         with pytest.raises(BadInput, match=words):

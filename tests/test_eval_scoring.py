@@ -25,8 +25,8 @@ from transformers import (
 import hf_sigmoid
 from hf_sigmoid import text
 from hf_sigmoid.evals import PromptBuilder, Sample, loss
+from hf_sigmoid.evals.attention import FIELDS, Observer, statistics
 from hf_sigmoid.evals.checks import check
-from hf_sigmoid.evals.needle_attention import FIELDS, Observer, statistics
 from hf_sigmoid.evals.prefix import NoCache, Prefix
 from hf_sigmoid.evals.scoring import NoNumbers, Scorer
 

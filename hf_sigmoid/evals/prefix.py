@@ -31,7 +31,7 @@ class Prefix:
     `tokens` counts every id of every row that was forwarded, which is what an evaluation costs.
     """
 
-    def __init__(self, model: Any, cache: Cache, length: int, tokens: int):
+    def __init__(self, model: Any, cache: Cache, length: int, tokens: int = 0):
         self.model, self.cache, self.length, self.tokens = model, cache, length, tokens
         # Exactly this class: what derives from it keeps more than keys and values.
         plain = all(type(layer) is DynamicLayer for layer in cache.layers)
@@ -84,7 +84,7 @@ class Prefix:
     def longer(self, ids: Tensor) -> Iterator["Prefix"]:
         """The prefix with more ids behind it, for a while."""
         with self.borrowed() as cache:
-            inner = Prefix(self.model, cache, self.length, 0)
+            inner = Prefix(self.model, cache, self.length)
             if ids.shape[1]:
                 inner.extend(ids)
             yield inner

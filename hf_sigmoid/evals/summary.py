@@ -7,14 +7,23 @@ model.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hf_sigmoid.evals.curves import block_bootstrap, log_edges
-from hf_sigmoid.evals.intervals import clopper_pearson, effective_length, mcnemar
-from hf_sigmoid.evals.needle_attention import FIELDS
-from hf_sigmoid.evals.specs import parse
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.evals import store
+from hf_sigmoid.evals.attention import FIELDS
+from hf_sigmoid.evals.loss import Losses
+from hf_sigmoid.evals.statistics import (
+    block_bootstrap,
+    clopper_pearson,
+    effective_length,
+    log_edges,
+    mcnemar,
+)
+from hf_sigmoid.evals.templates import parse
 
 Sampled = dict[str, Any]
 
@@ -22,6 +31,50 @@ Sampled = dict[str, Any]
 # a prompt that each sample reads from its beginning.
 HARNESS_STEPS = {"vt": 30, "cwe": 120, "fwe": 50}
 HARNESS_STEPS |= dict.fromkeys(("single", "multikey", "multivalue", "multiquery", "passkey"), 128)
+
+
+def merged(folders: Sequence[Path]) -> dict[str, Any]:
+    """The summary of all samples of some folders.
+
+    Raises:
+        BadInput: folders without samples, or of evaluations that asked otherwise.
+    """
+    samples: dict[store.Key, Sampled] = {}
+    models: dict[str, dict[str, Any]] = {}
+    losses: dict[str, Any] = {}
+    first = None
+    for folder in folders:
+        if (held := store.read(folder)) is None:
+            raise BadInput(f"{folder}: expected a folder of an evaluation, found no run.json in it")
+        first = first or held
+        if held["config"] != first["config"]:
+            differing = [
+                f"{key} {first[key]!r} and {held[key]!r}"
+                for key in ("seed", "haystack", "dtype", "device", "scores")
+                if first[key] != held[key]
+            ]
+            raise BadInput(
+                f"{folders[0]} and {folder} hold evaluations that asked otherwise "
+                f"({', '.join(differing) or 'prompts or decoys'}): they cannot be compared"
+            )
+        for model in held["models"]:
+            name = model["name"]
+            known = models.setdefault(name, model | {"windows": []})
+            if known["weights"] != model["weights"]:
+                raise BadInput(f"{folder}: {name} has other weights than in another folder")
+            if known["checks"] and known["checks"]["passed"] and not model["checks"]["passed"]:
+                known["checks"] = model["checks"]
+            known["extrapolates"] |= model["extrapolates"]
+            if model["windows"] and name not in losses:
+                written = Losses(folder, [name, model["weights"], held["config"]])
+                known["windows"] = written.known(model["windows"])
+                losses[name] = written.read(known["windows"])
+        for key, sample in store.Store(folder, held, {}).done.items():
+            samples.setdefault(key, sample)
+    if not samples:
+        raise BadInput(f"{folders[0]}: expected samples of an evaluation, found none")
+    about = {key: value for key, value in first.items() if key != "models"}
+    return summarise(list(samples.values()), list(models.values()), about, losses)
 
 
 def summarise(
@@ -38,41 +91,42 @@ def summarise(
         about: of the run: configuration, seed, haystack, …
         losses: by model's name, `[windows, positions]`, or None.
     """
-    by_model = {
-        model["name"]: [sample for sample in samples if sample["name"] == model["name"]]
-        for model in models
-    }
-    models = [model for model in models if by_model[model["name"]]]
-    names = [model["name"] for model in models]
+    mine = {model["name"]: [] for model in models}
+    for sample in samples:
+        mine.get(sample["name"], []).append(sample)
+    models = [model for model in models if mine[model["name"]]]
+    base, *others = models or [None]
     seed = about["seed"]
-    shortest = _shortest(by_model.values())
+    shortest = _shortest(mine.values())
+    found = []
+    for model in models:
+        own = mine[model["name"]]
+        pooled = _grouped(own, ("task", "length"))
+        found.append(
+            {
+                **{key: value for key, value in model.items() if key != "windows"},
+                "cells": _grouped(own, ("task", "length", "depth")),
+                "lengths": pooled,
+                "effective": _effective(pooled, shortest),
+                "tokens": _tokens(own),
+                "attention": _attention(own),
+                "loss": _bands(losses.get(model["name"]), seed),
+            }
+        )
+    pairs = [
+        pair
+        for other in others
+        for pair in _pairs(base["name"], mine[base["name"]], other["name"], mine[other["name"]])
+    ]
+    costs = [_loss_pair(base, other, losses, seed) for other in others]
     return {
         **about,
         "tasks": _distinct(samples, "task"),
         "lengths": sorted(_distinct(samples, "length")),
         "depths": sorted(each for each in _distinct(samples, "depth") if each is not None),
-        "models": [
-            {
-                **{key: value for key, value in model.items() if key != "windows"},
-                "cells": _grouped(by_model[model["name"]], ("task", "length", "depth")),
-                "lengths": (pooled := _grouped(by_model[model["name"]], ("task", "length"))),
-                "effective": _effective(pooled, shortest),
-                "tokens": _tokens(by_model[model["name"]]),
-                "attention": _attention(by_model[model["name"]]),
-                "loss": _bands(losses.get(model["name"]), seed),
-            }
-            for model in models
-        ],
-        "pairs": [
-            pair
-            for other in names[1:]
-            for pair in _pairs(names[0], by_model[names[0]], other, by_model[other])
-        ],
-        "loss_pairs": [
-            pair
-            for model in models[1:]
-            if (pair := _loss_pair(models[0], model, losses, seed)) is not None
-        ],
+        "models": found,
+        "pairs": pairs,
+        "loss_pairs": [cost for cost in costs if cost is not None],
     }
 
 

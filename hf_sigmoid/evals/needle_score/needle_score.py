@@ -14,7 +14,7 @@ import datasets
 import evaluate
 
 from hf_sigmoid.evals import clopper_pearson
-from hf_sigmoid.evals.answers import written
+from hf_sigmoid.evals.encoding import written
 
 _CITATION = """\
 @article{hsieh2024ruler,
