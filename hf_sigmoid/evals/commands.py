@@ -113,7 +113,7 @@ def _build(arguments: Sequence[str]) -> dict[str, Any]:
     from hf_sigmoid.loading import load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint(args.tokenizer))
-    text = read_haystack(asked.haystack, asked.grid.lengths, asked.windows, tokenizer)
+    text = read_haystack(asked, tokenizer)
     builder = builder_of(tokenizer, text.content, **asked.prompting)
     about = {
         "tokenizer": args.tokenizer, "haystack": text.name, "seed": asked.grid.seed,

@@ -1,5 +1,6 @@
 """Each model's part of an evaluation, by its own tokenizer, checked before any model is run."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from hf_sigmoid.evals.models import EvaluatedModel
 from hf_sigmoid.evals.prompts import PromptBuilder
 from hf_sigmoid.evals.samples import Sample
 from hf_sigmoid.evals.scoring import BEYOND
-from hf_sigmoid.evals.settings import Grid, Unit
+from hf_sigmoid.evals.settings import Grid, Settings, Unit
 from hf_sigmoid.evals.store import Key, Store
 from hf_sigmoid.text import austen, sources
 
@@ -81,37 +82,19 @@ class ModelPlan:
         return found
 
 
-def read_haystack(
-    given: Sequence[str] | None, lengths: Sequence[int], windows: tuple[int, int], tokenizer: Any
-) -> sources.Text:
+def read_haystack(settings: Settings, tokenizer: Any) -> sources.Text:
     """The text, with its `name`, `content` and `sha256`.
-
-    Args:
-        windows: of the loss: how many, and tokens of each.
 
     Raises:
         BadInput: no such text, or an empty one.
     """
-    needed = max(4 * max(lengths), 2 * windows[0] * windows[1])
+    needed = max(4 * max(settings.grid.lengths), 2 * math.prod(settings.windows))
     # In large steps, since more of a data set is another text.
     tokens = max(DATASET_TOKENS, 1 << (needed - 1).bit_length())
     try:
-        return sources.read(given, austen, "haystack", tokenizer, tokens)
+        return sources.read(settings.haystack, austen, "haystack", tokenizer, tokens)
     except ValueError as error:
         raise BadInput(f"--haystack: {error}") from None
-
-
-def builder_of(tokenizer: Any, text: str, **prompting: Any) -> PromptBuilder:
-    """A builder of the samples.
-
-    Raises:
-        BadInput: a text without sentences, a template that cannot be used.
-    """
-    try:
-        return PromptBuilder(tokenizer, text, **prompting)
-    except ValueError as error:
-        where = "--prompt" if "template" in str(error) else "--haystack"
-        raise BadInput(f"{where}: {error}") from None
 
 
 def builders_of(
@@ -127,6 +110,19 @@ def builders_of(
             made[key] = builder_of(model.tokenizer, text, **prompting)
         found.append(made[key])
     return found
+
+
+def builder_of(tokenizer: Any, text: str, **prompting: Any) -> PromptBuilder:
+    """A builder of the samples.
+
+    Raises:
+        BadInput: a text without sentences, a template that cannot be used.
+    """
+    try:
+        return PromptBuilder(tokenizer, text, **prompting)
+    except ValueError as error:
+        where = "--prompt" if "template" in str(error) else "--haystack"
+        raise BadInput(f"{where}: {error}") from None
 
 
 def plan_for(model: EvaluatedModel, builder: PromptBuilder, grid: Grid, how: How) -> ModelPlan:
@@ -148,7 +144,15 @@ def plan_for(model: EvaluatedModel, builder: PromptBuilder, grid: Grid, how: How
     chosen: list[list[int]] = []
     count, length = how.windows
     if count:
-        _check_window(model, length, how.extrapolates)
+        _check_positions(
+            model, length, how.extrapolates, "--loss-length",
+            f", got {length}: expected at most as many",
+        )  # fmt: skip
+        if model.rope_switch and length > model.rope_switch:
+            raise BadInput(
+                f"--loss-length: the RoPE of {model.name} changes at {model.rope_switch} "
+                f"positions, expected at most as many, got {length}"
+            )
         longest = max(longest, length)
         start = builder.encoder.special_prefix()
         chosen = loss.windows(builder.haystack.ids, length, count, grid.seed, start)
@@ -157,43 +161,31 @@ def plan_for(model: EvaluatedModel, builder: PromptBuilder, grid: Grid, how: How
 
 
 def _check_sample(model: EvaluatedModel, sample: Sample, needed: int, extrapolates: bool) -> None:
-    length = sample.length
-    if not _fits(model, needed, extrapolates):
-        raise BadInput(
-            f"--lengths: {model.name} was made for {model.positions} positions, and a "
-            f"prompt of {length} tokens and its answer take {needed}: expected a length up to "
-            f"{model.positions - (needed - length)}{_remedy(model)}"
-        )
+    length, more = sample.length, needed - sample.length
+    _check_positions(
+        model, needed, extrapolates, "--lengths",
+        f", and a prompt of {length} tokens and its answer take {needed}: expected a length up to "
+        f"{(model.positions or 0) - more}",
+    )  # fmt: skip
     switch, read = model.rope_switch, (sample.shared or length - 1) - TAIL
     if switch and needed > switch and (model.rope_is_dynamic or read <= switch):
         raise BadInput(
             f"--lengths: the RoPE of {model.name} changes at {switch} positions, and keys "
             f"from before would meet queries from behind in a prompt of {length} tokens and "
-            f"its answer: expected at most {switch - (needed - length)} tokens"
+            f"its answer: expected at most {switch - more} tokens"
             + ("" if model.rope_is_dynamic else f", or {switch + 1 + length - read}")
         )
 
 
-def _check_window(model: EvaluatedModel, length: int, extrapolates: bool) -> None:
-    if not _fits(model, length, extrapolates):
-        raise BadInput(
-            f"--loss-length: {model.name} was made for {model.positions} positions, got "
-            f"{length}: expected at most as many{_remedy(model)}"
-        )
-    if model.rope_switch and length > model.rope_switch:
-        raise BadInput(
-            f"--loss-length: the RoPE of {model.name} changes at {model.rope_switch} "
-            f"positions, expected at most as many, got {length}"
-        )
-
-
-def _fits(model: EvaluatedModel, needed: int, extrapolates: bool) -> bool:
+def _check_positions(
+    model: EvaluatedModel, needed: int, extrapolates: bool, option: str, words: str
+) -> None:
     if model.positions is None or needed <= model.positions:
-        return True
-    return extrapolates and not model.learned_positions
-
-
-def _remedy(model: EvaluatedModel) -> str:
+        return
     if model.learned_positions:
-        return ": it has learned no others"
-    return ", or --allow-extrapolation, maybe with --rope"
+        words += ": it has learned no others"
+    elif extrapolates:
+        return
+    else:
+        words += ", or --allow-extrapolation, maybe with --rope"
+    raise BadInput(f"{option}: {model.name} was made for {model.positions} positions{words}")

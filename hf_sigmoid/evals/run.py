@@ -42,15 +42,14 @@ def evaluate(settings: Settings) -> Record:
             but for a model that turns out to have no cache, or not all of its weights.
         ChecksFailed: a model whose scores cannot be believed; what was scored before is reported.
     """
-    ranks = processes()
+    ranks, grid = processes(), settings.grid
     found = [
         EvaluatedModel.find(model, attn, settings.rope)
         for model in settings.models
         for attn in settings.attn
     ]
     models = list({model.name: model for model in found}.values())
-    grid = settings.grid
-    text = read_haystack(settings.haystack, grid.lengths, settings.windows, models[0].tokenizer)
+    text = read_haystack(settings, models[0].tokenizer)
     builders = builders_of(models, text.content, **settings.prompting)
     device = settings.device
     if device == "cuda" and ranks.num_processes > 1:
@@ -59,13 +58,11 @@ def evaluate(settings: Settings) -> Record:
         settings.score, settings.attention, settings.windows, settings.allow_extrapolation,
         device, strict=settings.checks == "stop",
     )  # fmt: skip
-    plans = [
-        plan_for(model, builder, grid, how) for model, builder in zip(models, builders, strict=True)
-    ]
+    plans = [plan_for(*each, grid, how) for each in zip(models, builders, strict=True)]
     about = {
         "config": settings.digest(text.sha256), "seed": grid.seed,
         "haystack": text.name + (", repeated" if settings.repeat_haystack else ""),
-        "dtype": settings.dtype, "device": torch.device(settings.device).type,
+        "dtype": settings.dtype, "device": torch.device(device).type,
         "scores": list(settings.score),
         "versions": {n.replace("-", "_"): importlib.metadata.version(n) for n in PACKAGES},
     }  # fmt: skip
@@ -107,8 +104,11 @@ def _ask_all(plans: Sequence[ModelPlan], out: Path, about: Record, ranks: Any) -
     """Ask every model; each process does its part of what is missing."""
     weights = {plan.model.name: plan.model.weights for plan in plans}
     store = Store(out, about, weights)
-    missing = [plan.missing(store) for plan in plans]
-    earlier = [store.noted(plan.model.name, plan.model.weights) for plan in plans]
+    # Of each: units of which a sample is missing, and run.json's record as it was before.
+    held = [
+        (plan.missing(store), store.noted(*each))
+        for plan, each in zip(plans, weights.items(), strict=True)
+    ]
     order = [key for plan in plans for key in plan.order]
     ranks.wait_for_everyone()  # nobody writes before all have read
     if ranks.is_main_process and store.has_parts:
@@ -118,7 +118,7 @@ def _ask_all(plans: Sequence[ModelPlan], out: Path, about: Record, ranks: Any) -
     total = len(order) + sum(len(plan.windows) for plan in plans)
     try:
         with tqdm(total=total, unit="sample", disable=not ranks.is_main_process) as bar:
-            for plan, units, known in zip(plans, missing, earlier, strict=True):
+            for plan, (units, known) in zip(plans, held, strict=True):
                 _ask(plan, units, known, store, ranks, bar)
                 done.append(plan)
     except Exception:
@@ -139,55 +139,45 @@ def _ask_all(plans: Sequence[ModelPlan], out: Path, about: Record, ranks: Any) -
 def _report(plans: Sequence[ModelPlan], store: Store) -> Record:
     models, found = [], {}
     for plan in plans:
-        written = _losses_of(plan.model, store)
-        noted = store.noted(plan.model.name, plan.model.weights)
+        name, written = plan.model.name, _losses_of(plan, store)
         windows = written.known(plan.windows)
-        found[plan.model.name] = written.read(windows)
-        models.append(_record(plan, noted["checks"]) | {"windows": windows})
+        found[name] = written.read(windows)
+        checks = store.noted(plan.model)["checks"]
+        models.append(_record(plan, checks) | {"windows": windows})
     samples = [store.done[key] for plan in plans for key in plan.order]
     summary = summarise(samples, models, store.about, found)
     report.write(store.folder, summary)
     return summary
 
 
-def _losses_of(model: EvaluatedModel, store: Store) -> Losses:
-    return Losses(store.folder, [model.name, model.weights, store.config])
+def _losses_of(plan: ModelPlan, store: Store) -> Losses:
+    return Losses(store.folder, [plan.model.name, plan.model.weights, store.config])
 
 
 def _ask(
-    plan: ModelPlan,
-    units: Sequence[Unit],
-    known: Record | None,
-    store: Store,
-    ranks: Any,
-    bar: tqdm,
+    plan: ModelPlan, units: Sequence[Unit], known: Record | None, store: Store, ranks: Any, bar: Any
 ) -> None:
-    """Score a model's missing samples, read its missing windows.
-
-    Args:
-        units: of which a sample is missing.
-        known: the model in run.json, as it was before this run.
-    """
+    """Score a model's missing samples, read its missing windows."""
     name, rank, size = plan.model.name, ranks.process_index, ranks.num_processes
-    written = _losses_of(plan.model, store)
+    written = _losses_of(plan, store)
     unread = plan.windows.keys() - written.known(plan.windows)
     # By their number, since other processes may be writing already.
     mine = [window for window in list(plan.windows)[rank::size] if window in unread]
     bar.update(sum(key in store.done for key in plan.order) + len(plan.windows) - len(unread))
     checks = (known or {}).get("checks")
-    work = bool(units or unread or checks is None)
+    model = None
     try:
-        if work:
+        if units or unread or checks is None:
             bar.set_description(name[-30:])
             model = plan.model.load(getattr(torch, store.about["dtype"]), plan.how.device)
             if checks is None or units:
                 checks = _checked(model, plan)
         if ranks.is_main_process:
             _note(plan, checks, known, store)
-        if not work:
+        if model is None:
             return
         part = rank if size > 1 else None
-        for lines in _scored(model, plan, units[rank::size], store.about, ranks.is_main_process):
+        for lines in _scored(model, plan, units[rank::size], store, ranks.is_main_process):
             bar.update(store.append(lines, part=part))
         for window in mine:
             found = losses(model, plan.windows[window])
@@ -202,7 +192,7 @@ def _ask(
 
 
 def _checked(model: Any, plan: ModelPlan) -> Record:
-    """At the shortest and the longest prompts of the first task, each beside another."""
+    """Checks at the shortest and the longest prompts of the first task, each beside another."""
     grid = plan.grid
     spec = grid.specs[0]
     depth = grid.depths[len(grid.depths) // 2] if spec.has_depth else None
@@ -247,22 +237,20 @@ def _record(plan: ModelPlan, checks: Record | None) -> Record:
 
 
 def _scored(
-    model: Any, plan: ModelPlan, units: Sequence[Unit], about: Record, is_first: bool
+    model: Any, plan: ModelPlan, units: Sequence[Unit], store: Store, is_first: bool
 ) -> Iterator[list[Record]]:
     """The lines of each unit's samples."""
-    scorer = Scorer(model, plan.model.tokenizer, plan.how.scores)
-    observer = None
-    if plan.how.attention:
-        try:
-            observer = Observer(model)
-        except ValueError as error:
-            if is_first:
-                words = f"{plan.model.name}: no attention on the needle: {error}"
-                tqdm.write(words, sys.stderr)
+    own, observer = plan.model, None
+    scorer = Scorer(model, own.tokenizer, plan.how.scores)
+    try:
+        observer = Observer(model) if plan.how.attention else None
+    except ValueError as error:
+        if is_first:
+            tqdm.write(f"{own.name}: no attention on the needle: {error}", sys.stderr)
     asked = {
-        "name": plan.model.name, "model": plan.model.path, "attn": attention_names(model),
-        "weights": plan.model.weights, "rope": plan.model.rope, "config": about["config"],
-        "versions": about["versions"],
+        "name": own.name, "model": own.path, "attn": attention_names(model),
+        "weights": own.weights, "rope": own.rope, "config": store.config,
+        "versions": store.about["versions"],
     }  # fmt: skip
     for unit in units:
         samples = plan.grid.build(plan.builder, unit)

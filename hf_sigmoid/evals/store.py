@@ -169,21 +169,21 @@ class Store:
 
     def note(self, model: dict[str, Any]) -> None:
         """Write a model into run.json, beside those of earlier runs that asked the same."""
-        held = read(self.folder)
-        if held is None or held["config"] != self.config:
-            held = {"models": []}
-        known = {each["name"]: each for each in held["models"]} | {model["name"]: model}
+        known = {each["name"]: each for each in [*self._models(), model]}
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**self.about, "models": list(known.values())}, indent=1) + "\n"
         files.write_text(self.folder / RUN, text)
 
-    def noted(self, name: str, weights: str) -> dict[str, Any] | None:
-        """What run.json says of a model with these weights that was asked the same."""
+    def noted(self, model: Any) -> dict[str, Any] | None:
+        """What run.json says of a model, with its `name` and `weights`, that was asked the same."""
+        for each in self._models():
+            if (each["name"], each["weights"]) == (model.name, model.weights):
+                return each
+        return None
+
+    def _models(self) -> list[dict[str, Any]]:
         held = read(self.folder)
-        if held is None or held["config"] != self.config:
-            return None
-        same = (each for each in held["models"] if each["name"] == name)
-        return next((each for each in same if each["weights"] == weights), None)
+        return held["models"] if held and held["config"] == self.config else []
 
 
 def _line(sample: dict[str, Any]) -> bytes:
