@@ -52,6 +52,15 @@ def arguments(out: Path, *models: str | Path, **options: str) -> list[str]:
     return ["--models", *map(str, models), *words, "--out", str(out)]
 
 
+def variant(tiny: str, folder: Path, change=lambda model: None, model=None) -> Path:
+    """The tiny model changed, or another one, with its tokenizer."""
+    model = model or AutoModelForCausalLM.from_pretrained(tiny)
+    change(model)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return folder
+
+
 def content(folder: Path) -> list[str]:
     return (folder / "samples.jsonl").read_text().splitlines(keepends=True)
 
@@ -215,13 +224,10 @@ def test_another_prompt_under_a_sample_s_key_is_refused(short, tmp_path):
 
 
 def test_samples_of_a_model_that_has_changed_are_not_kept(tiny, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "model")
-    argv = arguments(tmp_path / "out", tmp_path / "model", lengths="300", samples="1")
-    model.save_pretrained(tmp_path / "model")
+    model = variant(tiny, tmp_path / "model")
+    argv = arguments(tmp_path / "out", model, lengths="300", samples="1")
     commands.main(argv)
-    model.model.norm.weight.data.mul_(2)
-    model.save_pretrained(tmp_path / "model")
+    variant(tiny, model, lambda made: made.model.norm.weight.data.mul_(2))
     with pytest.raises(BadInput, match="before its files changed"):
         commands.main(argv)
 
@@ -235,10 +241,10 @@ def test_the_current_folder_is_a_model_like_any_other(tiny, tmp_path, monkeypatc
 @pytest.mark.parametrize("attn", ["ssmax", "sigmoid"])
 def test_a_backend_whose_n_is_off_under_a_cache_ends_the_run(tiny, tmp_path, monkeypatch, attn):
     """The planted bug: after a prompt of L tokens, n counts from the prompt's end."""
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    hf_sigmoid.configure(model, attn, offset=0.5, slope=0.3 if attn == "ssmax" else -1.0)
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "model")
+    slope = 0.3 if attn == "ssmax" else -1.0
+    variant(
+        tiny, tmp_path / "model", lambda m: hf_sigmoid.configure(m, attn, offset=0.5, slope=slope)
+    )
     honest = hf_sigmoid.masks.visible_keys
 
     def wrong(mask, M, N, *rest):
@@ -471,8 +477,7 @@ def test_a_rope_that_changes_within_a_prompt_is_refused(kind, tiny, tmp_path):
     else:
         config.max_position_embeddings = 400
     config.rope_parameters = rope
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "model")
+    variant(tiny, tmp_path / "model", model=AutoModelForCausalLM.from_config(config))
     argv = arguments(tmp_path / "out", tmp_path / "model", depths="0", samples="2", decoys="2")
     argv += ["--allow-extrapolation", "--lengths"]
     for length in ("398", "420", "700"):
@@ -488,14 +493,12 @@ def test_a_rope_that_changes_within_a_prompt_is_refused(kind, tiny, tmp_path):
 
 
 def test_learned_positions_do_not_extrapolate(tiny, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, n_positions=400,
-        bos_token_id=None, eos_token_id=None,
+        vocab_size=257, n_embd=32, n_layer=1, n_head=2, n_positions=400, bos_token_id=None,
+        eos_token_id=None,
     )  # fmt: skip
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    argv = arguments(tmp_path / "out", tmp_path / "model", lengths="450", samples="1")
+    model = variant(tiny, tmp_path / "model", model=GPT2LMHeadModel(config))
+    argv = arguments(tmp_path / "out", model, lengths="450", samples="1")
     with pytest.raises(BadInput, match=r"up to 39.: it has learned no others"):
         commands.main([*argv, "--allow-extrapolation"])
 
@@ -511,11 +514,8 @@ def test_weights_that_are_missing_are_not_made_up(tiny, tmp_path):
 
 
 def test_logits_that_are_no_numbers_end_the_run(tiny, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    model.model.norm.weight.data.fill_(math.nan)
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "model")
-    argv = arguments(tmp_path / "out", tmp_path / "model", samples="1", checks="record")
+    model = variant(tiny, tmp_path / "m", lambda m: m.model.norm.weight.data.fill_(math.nan))
+    argv = arguments(tmp_path / "out", model, samples="1", checks="record")
     with pytest.raises(run.ChecksFailed, match="not numbers"):
         commands.main(argv)
 
@@ -645,10 +645,7 @@ def test_weights_of_other_sizes_and_a_rope_changed_before_are_bad_input(tiny, tm
     (tmp_path / "sizes/config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
     with pytest.raises(BadInput, match="cannot load it"):
         EvaluatedModel.find(str(tmp_path / "sizes")).load(torch.float32, "cpu")
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    change_rope(model, "theta:2")
-    model.save_pretrained(tmp_path / "changed")
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "changed")
+    variant(tiny, tmp_path / "changed", lambda model: change_rope(model, "theta:2"))
     with pytest.raises(BadInput, match="was changed already, by theta:2"):
         EvaluatedModel.find(str(tmp_path / "changed"), "ssmax", "yarn:4")
 
