@@ -751,7 +751,7 @@ def builds(made: PromptBuilder, spec: str, length: int, where: dict) -> bool:
 
 
 def digest() -> str:
-    """Of one sample of every task, by the byte-level tokenizer."""
+    """The hash of one sample of every task, by the byte-level tokenizer."""
     made = fresh("byte-level BPE")
     everything = [vars(made.build(spec, length=1500, seed=3, index=7)) for spec in SPECS]
     return hashlib.sha256(repr(everything).encode()).hexdigest()

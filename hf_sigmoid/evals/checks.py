@@ -120,7 +120,7 @@ def _padded(model: Any, ids: Tensor, size: int, differs: Any) -> float | None:
 
 
 def _regret(model: Any, prefix: Prefix, prompt: Tensor, answer: list[int], plain: Tensor) -> float:
-    """By how much a token of greedy decoding falls short of the likeliest one, at most."""
+    """The most that a token of greedy decoding falls short of the likeliest one."""
     new, logprobs = generated(model, prefix, prompt, len(answer)), plain
     if new[0].tolist() != answer:
         logprobs = _logprobs(model, torch.cat([prompt, new[:, :-1]], 1), new.shape[1])

@@ -48,7 +48,7 @@ class Encoder:
         return self.plain(continuation)
 
     def written(self, text: str) -> list[int]:
-        """As `after`, of words that the answer depends on.
+        """Ids of words within a text that the answer depends on.
 
         Raises:
             ValueError: a tokenizer that has no tokens for them.
@@ -68,12 +68,12 @@ class Encoder:
         return next((whole[:i] for i in starts if whole[i : i + size] == plain), [])
 
     def round_trips(self, text: str) -> bool:
-        """Whether decoding the ids of a text gives the text back."""
+        """True if decoding the ids of a text gives the text back."""
         ids = self.plain(text)
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
     def is_unknown(self, ids: list[int]) -> bool:
-        """Whether any id stands for what the tokenizer has no token for."""
+        """True if any id stands for what the tokenizer has no token for."""
         unknown = self.tokenizer.unk_token_id
         # In byte-level vocabularies the unknown token is often end-of-text, which no text gives.
         return unknown is not None and unknown in ids
@@ -126,7 +126,7 @@ def written(answer: Answer) -> str:
 
 
 def chat_frame(tokenizer: Any, options: dict[str, Any]) -> tuple[str, str]:
-    """What a chat template puts before the words of one user, and between them and an answer.
+    """The texts of a chat template before the words of one user, and between them and an answer.
 
     That is its generation prompt, unless an answer does not stand right behind it: where the
     template opens a block of reasoning, puts one or a channel before what the assistant says, or

@@ -63,7 +63,7 @@ class Haystack:
             )
 
     def __contains__(self, words: str) -> bool:
-        """Whether the text holds these words, in any case; a needle must not be there before."""
+        """True if the text holds these words, in any case; a needle must not be there before."""
         return words.casefold() in self._folded
 
     def place(self, rng: random.Random, before: int, after: int) -> int:
@@ -104,7 +104,7 @@ class Haystack:
 
 
 def _begins_word(text: str, start: int) -> bool:
-    """Whether a token that starts here begins a word, with its blank or behind it."""
+    """True if a token that starts here begins a word, with its blank or behind it."""
     return text[start].isspace() or not start or text[start - 1].isspace()
 
 

@@ -105,7 +105,7 @@ def attention_names(model: Any) -> str:
 
 
 def _change(model: Any, rope: str) -> Change:
-    """What a change of RoPE means for this model: YaRN sharpens logits unless SSMax does."""
+    """A change of RoPE for this model: YaRN sharpens logits unless SSMax does."""
     try:
         change = check_rope(model, rope, "ssmax")
     except ValueError as error:
@@ -114,7 +114,7 @@ def _change(model: Any, rope: str) -> Change:
 
 
 def _learns_positions(model: Any) -> bool:
-    """Whether a table has a row for each of the text's positions; OPT's has two more."""
+    """True if a table has a row for each of the text's positions; OPT's has two more."""
     positions = positions_of(model.config)
     return positions is not None and any(
         isinstance(module, nn.Embedding)

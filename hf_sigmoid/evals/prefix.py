@@ -26,7 +26,7 @@ class NoCache(ValueError):
 
 
 class Prefix:
-    """What a model keeps of `length` ids of each row.
+    """The keys and values, or states, that a model keeps of `length` ids of each row.
 
     `tokens` counts every id of every row that was forwarded, which is what an evaluation costs.
     """
@@ -48,7 +48,7 @@ class Prefix:
 
     @classmethod
     def after(cls, model: Any, result: Any, ids: Tensor) -> "Prefix":
-        """What the forward of ids `[rows, length]` leaves."""
+        """The prefix that the forward of ids `[rows, length]` leaves."""
         cache = getattr(result, "cache", None)
         try:
             holds = isinstance(cache, Cache) and cache.get_seq_length() == ids.shape[1]

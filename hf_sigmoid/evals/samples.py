@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Needle:
-    """Where one needle stands: its ids are `prompt[start:stop]`.
+    """One needle in a prompt: its ids are `prompt[start:stop]`.
 
     `depth` is the share of the haystack's tokens before it (of the list's, in a list of words).
     """
@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def realised_depth(self) -> float | None:
-        """Of the needle that stands at the depth asked; None of a list of words."""
+        """The depth of the needle that stands at the one asked; None of a list of words."""
         return None if self.pivot is None else self.needles[self.pivot].depth
 
     @property
@@ -64,12 +64,12 @@ class Sample:
 
     @property
     def digest(self) -> str:
-        """Of all that is scored: the ids of the prompt, the answer and the decoys."""
+        """The hash of all that is scored: the ids of the prompt, the answer and the decoys."""
         ids = json.dumps([self.prompt, self.answer, self.decoys])
         return hashlib.sha256(ids.encode()).hexdigest()[:16]
 
     def record(self) -> dict[str, Any]:
-        """What a log needs, as JSON holds it: all but the ids of the prompt and the decoys."""
+        """The sample as a log holds it: all but the ids of the prompt and the decoys."""
         same = ("task", "length", "depth", "seed", "index", "key", "haystack", "shared")
         return {
             **{name: getattr(self, name) for name in same},

@@ -30,7 +30,7 @@ BEYOND = 16  # tokens that may be generated beyond the answer's, for words aroun
 
 
 class NoNumbers(ArithmeticError):
-    """What the model gives is NaN or infinite."""
+    """A model's logits or losses are NaN or infinite."""
 
 
 @dataclass
@@ -147,7 +147,7 @@ class Scorer:
 
 
 def judge(logits: Tensor, answers: Sequence[list[int]]) -> list[tuple[bool, float]]:
-    """Of each answer: whether all of its tokens are the likeliest, and their log-probability.
+    """A verdict on each answer: are all its tokens the likeliest, and their log-probability.
 
     Args:
         logits: `[rows, ≥ answer, vocabulary]` in float32, which predict the answers' tokens.

@@ -1,4 +1,4 @@
-"""What the report of an evaluation says: warnings, and sections of sentences and tables."""
+"""The report of an evaluation as plain text: warnings, sections of sentences and tables."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Section:
 
 
 def warnings_of(summary: Summary) -> list[str]:
-    """What a reader must know before any number."""
+    """Sentences that a reader must know before any number."""
     texts = []
     for name, model in wording.named(summary).items():
         if model["extrapolates"]:
@@ -58,7 +58,7 @@ def warnings_of(summary: Summary) -> list[str]:
 
 
 def sections(summary: Summary) -> list[Section]:
-    """All that there is to say, without what there are no data for."""
+    """The whole report, without sections that there are no data for."""
     made = (_accuracy, _depths, _compared, _losses, _attention, _checks, _tokens, _detail)
     found = [make(summary) for make in made]
     has_rows = [any(isinstance(block, list) and block for block in each.blocks) for each in found]

@@ -1,4 +1,4 @@
-"""What an evaluation asks: its grid of samples, its settings, the presets."""
+"""The settings of an evaluation, its grid of samples, the presets."""
 
 import hashlib
 import json
@@ -78,7 +78,7 @@ class Grid:
 
     @cached_property
     def units(self) -> list[Unit]:
-        """All, in the order of tasks, lengths and depths."""
+        """Units of all cells, in the order of tasks, lengths and depths."""
         units = []
         for spec in self.specs:
             for length in self.lengths:

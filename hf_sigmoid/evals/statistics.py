@@ -59,7 +59,7 @@ class Paired:
 
 
 def mcnemar(first: Sequence[bool], second: Sequence[bool], *, mid_p: bool = False) -> Paired:
-    """Whether two models differ, from their answers to the same samples in the same order.
+    """A test that two models differ, from their answers to the same samples in the same order.
 
     Args:
         first: whether each sample was right.

@@ -175,7 +175,7 @@ class Store:
         files.write_text(self.folder / RUN, text)
 
     def noted(self, model: Any) -> dict[str, Any] | None:
-        """What run.json says of a model, with its `name` and `weights`, that was asked the same."""
+        """The record in run.json of a model, by `name` and `weights`, that was asked the same."""
         for each in self._models():
             if (each["name"], each["weights"]) == (model.name, model.weights):
                 return each

@@ -83,7 +83,7 @@ def summarise(
     about: dict[str, Any],
     losses: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What `summary.json` holds.
+    """The content of `summary.json`.
 
     Args:
         samples: of all models, lines of samples.jsonl.
@@ -173,7 +173,7 @@ def _pooled(samples: Sequence[Sampled]) -> dict[str, Any]:
 
 
 def _shortest(each: Iterable[Sequence[Sampled]]) -> dict[str, int | None]:
-    """By task the length that all models are held to: the shortest that every one was asked at."""
+    """The length by task that all models are held to: the shortest that every one was asked at."""
     lengths: dict[str, list[set[int]]] = {}
     for samples in each:
         for (task,), group in _groups(samples, "task").items():
@@ -184,7 +184,7 @@ def _shortest(each: Iterable[Sequence[Sampled]]) -> dict[str, int | None]:
 def _effective(
     pooled: Sequence[dict[str, Any]], shortest: dict[str, int | None]
 ) -> dict[str, int | None]:
-    """None where nothing is longer than what it would be held to."""
+    """Effective lengths by task; None where nothing is longer than what it would be held to."""
     found = {}
     for (task,), cells in _groups(pooled, "task").items():
         base = shortest[task]
@@ -198,7 +198,7 @@ def _effective(
 
 
 def _tokens(samples: Sequence[Sampled]) -> list[dict[str, Any]]:
-    """What was forwarded for a task, beside what RULER's way would have been."""
+    """Tokens forwarded for each task, beside those of RULER's way."""
     found = []
     for (task,), group in _groups(samples, "task").items():
         forwarded = sum(sample["tokens"] for sample in group)

@@ -1,4 +1,4 @@
-"""What each task says: keys and values, chains of variables, riddles, stories, words to count.
+"""The tasks in words: keys and values, chains of variables, riddles, stories, words to count.
 
 Where a sentence stands, and its ids, are `prompts.py`'s.
 

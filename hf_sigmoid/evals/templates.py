@@ -68,7 +68,7 @@ class Spec:
 
     @property
     def has_depth(self) -> bool:
-        """Whether its prompts have a needle at some depth, rather than a list of words."""
+        """True if its prompts have a needle at some depth, rather than a list of words."""
         return self.kind not in ("cwe", "fwe")
 
     @property

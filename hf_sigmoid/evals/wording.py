@@ -24,7 +24,7 @@ def against(summary: Summary, pair: dict[str, Any], words: str = " against ") ->
 
 
 def tasks(summary: Summary) -> list[str]:
-    """All tasks, in the order asked."""
+    """The tasks, in the order asked."""
     found = [cell["task"] for model in summary["models"] for cell in model["lengths"]]
     return list(dict.fromkeys([*summary["tasks"], *found]))
 
