@@ -7,6 +7,7 @@ import multiprocessing
 import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -335,6 +336,13 @@ def test_an_evaluation_that_fails_before_its_first_sample_leaves_nothing(
 
     monkeypatch.setattr("hf_sigmoid.evals.models.load_model", refuse)
     assert commands.run(arguments(tmp_path / "out", tiny)) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_packages_that_a_report_needs_are_missed_before_any_work(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ImportError, match=r"need scipy: pip install 'hf-sigmoid\[eval\]'"):
+        commands.main(arguments(tmp_path / "out", tiny))
     assert not (tmp_path / "out").exists()
 
 
