@@ -105,10 +105,7 @@ def _ask_all(plans: Sequence[ModelPlan], out: Path, about: Record, ranks: Any) -
     weights = {plan.model.name: plan.model.weights for plan in plans}
     store = Store(out, about, weights)
     # Of each: units of which a sample is missing, and run.json's record as it was before.
-    held = [
-        (plan.missing(store), store.noted(*each))
-        for plan, each in zip(plans, weights.items(), strict=True)
-    ]
+    held = [(plan.missing(store), store.noted(plan.model)) for plan in plans]
     order = [key for plan in plans for key in plan.order]
     ranks.wait_for_everyone()  # nobody writes before all have read
     if ranks.is_main_process and store.has_parts:
