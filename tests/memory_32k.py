@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_sigmoid  # noqa: F401 (registers the attention functions)
 from hf_sigmoid import text
 from hf_sigmoid.evals import PromptBuilder
-from hf_sigmoid.evals.needle_attention import Observer
+from hf_sigmoid.evals.attention import Observer
 from hf_sigmoid.evals.scoring import Scorer
 
 LENGTH, WORDS = 32768, 49152

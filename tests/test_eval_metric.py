@@ -16,7 +16,7 @@ from test_eval_tasks import TOKENIZERS, builder, tokenizer
 
 from hf_sigmoid import text
 from hf_sigmoid.evals import clopper_pearson, export, parse
-from hf_sigmoid.evals.answers import written
+from hf_sigmoid.evals.encoding import written
 from hf_sigmoid.evals.metric import metric_path
 from hf_sigmoid.text import sources
 
@@ -197,11 +197,18 @@ def test_a_row_is_its_sample(kind, prompt):
         again = tokenizer(kind)(row["prompt"], add_special_tokens=False)["input_ids"]
         assert row["text_is_exact"] == (again == sample.prompt)
         assert row["ruler"] == parse(sample.task).ruler
-        for name in (
-            "task", "length", "depth", "realised_depth", "seed", "index", "key", "question",
+        same = [
+            "task",
+            "length",
+            "depth",
+            "realised_depth",
+            "seed",
+            "index",
+            "key",
+            "question",
             "answer_prefix",
-        ):  # fmt: skip
-            assert row[name] == getattr(sample, name)
+        ]
+        assert [row[name] for name in same] == [getattr(sample, name) for name in same]
         assert row["answer"] == list(sample.answer_texts) and row["answer_ids"] == sample.answer
         assert row["answer_text"] == written(sample.answer_texts)
         assert row["decoys"] == [list(each) for each in sample.decoy_texts]
@@ -308,23 +315,7 @@ def test_an_export_needs_samples_and_its_package(monkeypatch):
         export.to_dataset([], tokenizer(BYTES))
 
 
-# The text that needles are hidden in.
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """Two texts, one of them deeper; all else is to be left out."""
-    found = tmp_path / "my texts"
-    (found / "b" / ".git").mkdir(parents=True)
-    (found / ".hidden").mkdir()
-    (found / "c.txt").write_text("third")
-    (found / "b" / "z.md").write_text("sécond", encoding="utf-8")
-    (found / "a.txt").write_text("first")
-    (found / "blank.txt").write_text(" \n")
-    for hidden in (".notes.txt", ".hidden/d.txt", "b/.git/e.md", "image.png", "data.json"):
-        (found / hidden).write_bytes(b"\xff")
-    (found / "a folder.txt").mkdir()
-    return found
+# The text that needles are hidden in; `test_text.py` has the formats.
 
 
 def read(given, tokens: int = 40):
@@ -337,18 +328,14 @@ def test_without_a_text_it_is_the_novel_whole():
     assert novel.sha256 == hashlib.sha256(text.austen().encode()).hexdigest()
 
 
-def test_a_folder_is_its_texts_by_path(folder, monkeypatch):
-    content = "first\n\nsécond\n\nthird"
+def test_a_name_is_without_the_folders_that_it_is_in(tmp_path, monkeypatch):
+    folder = tmp_path / "my texts"
+    (folder / "b").mkdir(parents=True)
+    for name, said in (("c.txt", "third"), ("b/z.md", "sécond"), ("a.txt", "first")):
+        (folder / name).write_text(said, encoding="utf-8")
     whole = read([str(folder)])
-    assert (whole.name, whole.content) == ("my texts/", content)
-    assert whole.sha256 == hashlib.sha256(content.encode()).hexdigest()
+    assert (whole.name, whole.content) == ("my texts/", "first\n\nsécond\n\nthird")
     assert read([f"{folder}/"]) == read([f"{folder}/b/.."]) == whole
-    monkeypatch.chdir(folder)
-    assert read(["."]) == whole
-    assert read(["b", "a.txt"]).content == "sécond\n\nfirst"
-
-
-def test_a_name_is_without_the_folders_that_it_is_in(folder, monkeypatch):
     rows = "".join(json.dumps({"text": f"Row {i} of all."}) + "\n" for i in range(90))
     (folder.parent / "rows.jsonl").write_text(rows)
     several = read([str(folder / "a.txt"), f"dataset:{folder.parent / 'rows.jsonl'}", str(folder)])
@@ -366,35 +353,19 @@ def test_a_name_is_without_the_folders_that_it_is_in(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("nowhere.txt", ": no such file: .*nowhere.txt"),
-        ("blank.txt", " must not be empty, got .*blank.txt"),
-        ("image.png", ": cannot read .*image.png: expected one of .txt, .md, .jsonl, "),
-        ("b/.git/e.md", ": .*e.md is not UTF-8 text: "),
-        ("a folder.txt", ": expected a folder with .txt, .md, .jsonl, .* got .*a folder.txt"),
-        ("blanks", " must not be empty, got .*blanks"),
-        ("bad", ": .*bad.md is not UTF-8 text: it begins like UTF-16"),
-    ],
-)
-def test_a_text_that_cannot_be_read_is_named(folder, given, message):
-    (folder / "blanks").mkdir()
-    (folder / "blanks" / "a.md").write_text("\n")
-    (folder / "bad").mkdir()
-    (folder / "bad" / "bad.md").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=f"^the haystack text{message}") as error:
-        read([str(folder / given)])
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+        (["nowhere.txt"], "^the haystack text: no such file: .*nowhere.txt"),
+        (["blank.txt"], "^the haystack text must not be empty, got .*blank.txt"),
+        (["."], "^the haystack text: .*bad.md is not UTF-8 text: it begins like UTF-16"),
         ([], "the haystack text must be a file, a folder or a data set, got none"),
         (["dataset:"], r"expected dataset:NAME\[:CONFIG"),
         (["dataset:./nowhere"], "cannot read dataset:./nowhere: there is no file or folder"),
         (["dataset:no such name!"], "the haystack text: cannot read dataset:no such name!: "),
     ],
 )
-def test_a_data_set_that_cannot_be_read_is_named(given, message):
+def test_a_text_that_cannot_be_read_is_named(tmp_path, monkeypatch, given, message):
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "bad.md").write_bytes(b"\xff\xfe")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message) as error:
         read(given)
     assert "\n" not in str(error.value)

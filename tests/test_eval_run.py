@@ -1,11 +1,13 @@
 """`hf-sigmoid eval` as a whole, on a two-layer llama that reads bytes."""
 
+import argparse
 import json
 import math
 import multiprocessing
 import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -30,12 +32,12 @@ from hf_sigmoid import loading, text
 from hf_sigmoid.command_line import main as hf_sigmoid_command
 from hf_sigmoid.embedded import checkpoint
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.evals import commands, parse, run, settings, subjects
-from hf_sigmoid.evals.grid import Grid
-from hf_sigmoid.evals.needle_attention import Observer
+from hf_sigmoid.evals import commands, models, parse, run, settings
+from hf_sigmoid.evals.attention import Observer
+from hf_sigmoid.evals.models import EvaluatedModel
 from hf_sigmoid.evals.prompts import PromptBuilder
 from hf_sigmoid.evals.scoring import Scorer
-from hf_sigmoid.evals.subjects import Subject
+from hf_sigmoid.evals.settings import Grid
 from hf_sigmoid.rope import change_rope
 from hf_sigmoid.run_lock import RunLock
 
@@ -49,6 +51,15 @@ def arguments(out: Path, *models: str | Path, **options: str) -> list[str]:
         for word in (f"--{name.replace('_', '-')}", *value.split())
     ]
     return ["--models", *map(str, models), *words, "--out", str(out)]
+
+
+def variant(tiny: str, folder: Path, change=lambda model: None, model=None) -> Path:
+    """The tiny model changed, or another one, with its tokenizer."""
+    model = model or AutoModelForCausalLM.from_pretrained(tiny)
+    change(model)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return folder
 
 
 def content(folder: Path) -> list[str]:
@@ -214,13 +225,10 @@ def test_another_prompt_under_a_sample_s_key_is_refused(short, tmp_path):
 
 
 def test_samples_of_a_model_that_has_changed_are_not_kept(tiny, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "model")
-    argv = arguments(tmp_path / "out", tmp_path / "model", lengths="300", samples="1")
-    model.save_pretrained(tmp_path / "model")
+    model = variant(tiny, tmp_path / "model")
+    argv = arguments(tmp_path / "out", model, lengths="300", samples="1")
     commands.main(argv)
-    model.model.norm.weight.data.mul_(2)
-    model.save_pretrained(tmp_path / "model")
+    variant(tiny, model, lambda made: made.model.norm.weight.data.mul_(2))
     with pytest.raises(BadInput, match="before its files changed"):
         commands.main(argv)
 
@@ -234,10 +242,10 @@ def test_the_current_folder_is_a_model_like_any_other(tiny, tmp_path, monkeypatc
 @pytest.mark.parametrize("attn", ["ssmax", "sigmoid"])
 def test_a_backend_whose_n_is_off_under_a_cache_ends_the_run(tiny, tmp_path, monkeypatch, attn):
     """The planted bug: after a prompt of L tokens, n counts from the prompt's end."""
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    hf_sigmoid.configure(model, attn, offset=0.5, slope=0.3 if attn == "ssmax" else -1.0)
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "model")
+    slope = 0.3 if attn == "ssmax" else -1.0
+    variant(
+        tiny, tmp_path / "model", lambda m: hf_sigmoid.configure(m, attn, offset=0.5, slope=slope)
+    )
     honest = hf_sigmoid.masks.visible_keys
 
     def wrong(mask, M, N, *rest):
@@ -326,8 +334,15 @@ def test_an_evaluation_that_fails_before_its_first_sample_leaves_nothing(
     def refuse(*_, **__):
         raise BadInput("no model")
 
-    monkeypatch.setattr("hf_sigmoid.evals.subjects.load_model", refuse)
+    monkeypatch.setattr("hf_sigmoid.evals.models.load_model", refuse)
     assert commands.run(arguments(tmp_path / "out", tiny)) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_packages_that_a_report_needs_are_missed_before_any_work(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ImportError, match=r"need scipy: pip install 'hf-sigmoid\[eval\]'"):
+        commands.main(arguments(tmp_path / "out", tiny))
     assert not (tmp_path / "out").exists()
 
 
@@ -470,8 +485,7 @@ def test_a_rope_that_changes_within_a_prompt_is_refused(kind, tiny, tmp_path):
     else:
         config.max_position_embeddings = 400
     config.rope_parameters = rope
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "model")
+    variant(tiny, tmp_path / "model", model=AutoModelForCausalLM.from_config(config))
     argv = arguments(tmp_path / "out", tmp_path / "model", depths="0", samples="2", decoys="2")
     argv += ["--allow-extrapolation", "--lengths"]
     for length in ("398", "420", "700"):
@@ -487,14 +501,12 @@ def test_a_rope_that_changes_within_a_prompt_is_refused(kind, tiny, tmp_path):
 
 
 def test_learned_positions_do_not_extrapolate(tiny, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, n_positions=400,
-        bos_token_id=None, eos_token_id=None,
+        vocab_size=257, n_embd=32, n_layer=1, n_head=2, n_positions=400, bos_token_id=None,
+        eos_token_id=None,
     )  # fmt: skip
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    argv = arguments(tmp_path / "out", tmp_path / "model", lengths="450", samples="1")
+    model = variant(tiny, tmp_path / "model", model=GPT2LMHeadModel(config))
+    argv = arguments(tmp_path / "out", model, lengths="450", samples="1")
     with pytest.raises(BadInput, match=r"up to 39.: it has learned no others"):
         commands.main([*argv, "--allow-extrapolation"])
 
@@ -510,18 +522,15 @@ def test_weights_that_are_missing_are_not_made_up(tiny, tmp_path):
 
 
 def test_logits_that_are_no_numbers_end_the_run(tiny, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    model.model.norm.weight.data.fill_(math.nan)
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "model")
-    argv = arguments(tmp_path / "out", tmp_path / "model", samples="1", checks="record")
+    model = variant(tiny, tmp_path / "m", lambda m: m.model.norm.weight.data.fill_(math.nan))
+    argv = arguments(tmp_path / "out", model, samples="1", checks="record")
     with pytest.raises(run.ChecksFailed, match="not numbers"):
         commands.main(argv)
 
 
 def test_yarn_sharpens_logits_unless_ssmax_does(tiny):
     models = {
-        attn: Subject.find(tiny, attn, "yarn:4").load(torch.float32, "cpu")
+        attn: EvaluatedModel.find(tiny, attn, "yarn:4").load(torch.float32, "cpu")
         for attn in ("sdpa", "ssmax")
     }
     factor = {attn: made.model.rotary_emb.attention_scaling for attn, made in models.items()}
@@ -618,7 +627,7 @@ def test_a_table_of_positions_is_the_text_s_own(tmp_path):
         )
     )
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=40))
-    assert [subjects._learns_positions(each) for each in (composite, gpt2)] == [False, True]
+    assert [models._learns_positions(each) for each in (composite, gpt2)] == [False, True]
 
 
 def test_where_a_rope_changes_is_read_as_transformers_does():
@@ -627,7 +636,7 @@ def test_where_a_rope_changes_is_read_as_transformers_does():
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     dynamic["original_max_position_embeddings"] = 4096
     found = [
-        subjects._rope_switch(
+        models._rope_switch(
             LlamaConfig(
                 hidden_size=32, num_attention_heads=4, max_position_embeddings=32768,
                 rope_parameters=rope,
@@ -643,13 +652,10 @@ def test_weights_of_other_sizes_and_a_rope_changed_before_are_bad_input(tiny, tm
     config = json.loads((tmp_path / "sizes/config.json").read_text())
     (tmp_path / "sizes/config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
     with pytest.raises(BadInput, match="cannot load it"):
-        Subject.find(str(tmp_path / "sizes")).load(torch.float32, "cpu")
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    change_rope(model, "theta:2")
-    model.save_pretrained(tmp_path / "changed")
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "changed")
+        EvaluatedModel.find(str(tmp_path / "sizes")).load(torch.float32, "cpu")
+    variant(tiny, tmp_path / "changed", lambda model: change_rope(model, "theta:2"))
     with pytest.raises(BadInput, match="was changed already, by theta:2"):
-        Subject.find(str(tmp_path / "changed"), "ssmax", "yarn:4")
+        EvaluatedModel.find(str(tmp_path / "changed"), "ssmax", "yarn:4")
 
 
 @pytest.mark.parametrize("preset", settings.PRESETS)
@@ -657,9 +663,9 @@ def test_weights_of_other_sizes_and_a_rope_changed_before_are_bad_input(tiny, tm
 def test_the_prompts_of_the_presets_fit(preset, kind, tmp_path):
     """Each task at its shortest length, where the small vocabularies' words take many tokens."""
     words = ["--models", "x", "--preset", preset, "--out", str(tmp_path)]
-    parser = settings.argparse.ArgumentParser()
-    settings.add_arguments(parser)
-    grid = settings.read(parser.parse_args(words)).grid
+    parser = argparse.ArgumentParser()
+    commands.add_arguments(parser)
+    grid = commands.read(parser, words)[0].grid
     builder = PromptBuilder(small_tokenizer(kind), text.austen())
     # A tokenizer of 900 words writes three times as many tokens as one of 49,152.
     length = grid.lengths[0] * 3
@@ -778,7 +784,7 @@ def test_a_folder_of_others_files_is_refused_before_any_work(
     (tmp_path / "deep").mkdir()
     (tmp_path / name).write_text(held)
     before = everything(tmp_path)
-    for work in ("plan.haystack", "merging.merged", "run.evaluate"):
+    for work in ("plan.read_haystack", "summary.merged", "run.evaluate"):
         monkeypatch.setattr(f"hf_sigmoid.evals.{work}", lambda *given: pytest.fail("worked"))
     for argv in (arguments(tmp_path, tiny), ["report", str(whole[1]), "--out", str(tmp_path)]):
         with pytest.raises(BadInput, match=words):

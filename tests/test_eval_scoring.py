@@ -1,4 +1,4 @@
-"""What a model is found to do with a sample, against one plain forward without a cache."""
+"""Scores, checks and losses of samples, against one plain forward without a cache."""
 
 import math
 from dataclasses import replace
@@ -25,8 +25,8 @@ from transformers import (
 import hf_sigmoid
 from hf_sigmoid import text
 from hf_sigmoid.evals import PromptBuilder, Sample, loss
+from hf_sigmoid.evals.attention import FIELDS, Observer, statistics
 from hf_sigmoid.evals.checks import check
-from hf_sigmoid.evals.needle_attention import FIELDS, Observer, statistics
 from hf_sigmoid.evals.prefix import NoCache, Prefix
 from hf_sigmoid.evals.scoring import NoNumbers, Scorer
 
@@ -75,7 +75,7 @@ WAYS = ["sdpa", "eager", "ssmax", "sigmoid"]
 
 
 def model(kind: str, attn: str, seed: int = 0):
-    """One under an attention function, whose row numbers depend on n."""
+    """One under an attention function, whose per-query terms depend on n."""
     torch.manual_seed(seed)
     made = MODELS[kind]().eval()
     if attn in ("sdpa", "eager"):

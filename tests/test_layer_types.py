@@ -96,7 +96,7 @@ import hf_sigmoid
 from transformers import AutoConfig
 AutoConfig.from_pretrained({str(converted["gemma3"])!r})  # before any model class is loaded
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from hf_sigmoid.evals.subjects import attention_names
+from hf_sigmoid.evals.models import attention_names
 for kind, folder in (
     (AutoModelForCausalLM, {str(converted["llama"])!r}),
     (AutoModelForCausalLM, {str(converted["gemma3"])!r}),

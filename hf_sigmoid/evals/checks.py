@@ -17,8 +17,8 @@ after being cropped. What is wrong in the same way everywhere is not seen.
 
 import inspect
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,34 +36,35 @@ PADDING, TAIL = 64, 40  # ids that are hidden; that come behind a part of the pr
 
 @dataclass(frozen=True)
 class Checks:
-    """Differences in nats, and how large they may be."""
+    """Differences in nats, None of what was not done, and how large they may be."""
 
     cached: float
-    batched: float | None  # None: not done
-    padded: float | None  # also of a model that takes no attention mask
+    batched: float | None
+    padded: float | None  # None also of a model that takes no attention mask
     generated: float
     tolerance: float
 
     @property
     def failed(self) -> dict[str, float]:
         """Those that are too large, or no numbers."""
-        each = {name: getattr(self, name) for name in ("cached", "batched", "padded", "generated")}
+        each = {name: value for name, value in vars(self).items() if value is not None}
         # Not `>`, which NaN escapes.
-        return {k: v for k, v in each.items() if v is not None and not v <= self.tolerance}
-
-    @classmethod
-    def worst(cls, each: Sequence["Checks"]) -> "Checks":
-        """The largest of each difference; NaN is larger than any."""
-
-        def largest(values: list[float | None]) -> float | None:
-            known = [value for value in values if value is not None]
-            return max(known, key=lambda v: math.inf if math.isnan(v) else v, default=None)
-
-        names = [field.name for field in fields(cls)]
-        return cls(*(largest([getattr(checks, name) for checks in each]) for name in names))
+        return {name: value for name, value in each.items() if not value <= self.tolerance}
 
     def record(self) -> dict[str, Any]:
         return {**vars(self), "passed": not self.failed}
+
+
+def worst(each: Sequence[Checks]) -> Checks:
+    """The largest of each difference."""
+    columns = zip(*(vars(checks).values() for checks in each), strict=True)
+    return Checks(*(_largest(column) for column in columns))
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    """NaN is larger than any, None is none."""
+    known = [value for value in values if value is not None]
+    return max(known, key=lambda value: math.inf if math.isnan(value) else value, default=None)
 
 
 @torch.no_grad()
@@ -97,7 +98,7 @@ def check(model: Any, sample: Sample, other: Sample, *, brief: bool = False) -> 
         del longer
         cached += [differs(each[0].log_softmax(-1)) for each in logits]
     return Checks(
-        cached=max(cached, key=lambda each: math.inf if math.isnan(each) else each),
+        cached=_largest(cached),
         batched=None if brief else differs(_logprobs(model, rows, size)),
         padded=None if brief else _padded(model, ids, size, differs),
         generated=_regret(model, prefix, ids[:, :length], sample.answer, plain),
@@ -119,7 +120,7 @@ def _padded(model: Any, ids: Tensor, size: int, differs: Any) -> float | None:
 
 
 def _regret(model: Any, prefix: Prefix, prompt: Tensor, answer: list[int], plain: Tensor) -> float:
-    """By how much a token of greedy decoding falls short of the likeliest one, at most."""
+    """The most that a token of greedy decoding falls short of the likeliest one."""
     new, logprobs = generated(model, prefix, prompt, len(answer)), plain
     if new[0].tolist() != answer:
         logprobs = _logprobs(model, torch.cat([prompt, new[:, :-1]], 1), new.shape[1])

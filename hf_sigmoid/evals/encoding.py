@@ -1,9 +1,10 @@
-"""Pieces of text as ids that stand between other ids, and a chat template as two such pieces.
+"""Pieces of text, answers and a chat template as ids that stand between other ids.
 
 A tokenizer treats the beginning of a text in ways of its own: it adds BOS, or a blank. A piece
 that goes into the middle is encoded behind a letter, which is then taken off again.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-Offsets = list[tuple[int, int]]  # in characters of the text encoded
+from hf_sigmoid.evals.templates import Answer
+
 _ANCHOR = "a"
 _CONTENT, _ANSWER = "CONTENTGOESHERE", "ANSWERGOESHERE"
 _REASONING = re.compile(r"[<\[◁|](/?)(?:think|reason|thought)\w*", re.IGNORECASE)
@@ -31,26 +33,22 @@ class Encoder:
 
     def after(self, text: str) -> list[int]:
         """Ids of a piece that begins with a blank or a line break, within a text."""
-        return self.continuation(_ANCHOR, text)[0]
+        return self.continuation(_ANCHOR, text)
 
-    def continuation(self, text: str, continuation: str) -> tuple[list[int], Offsets]:
-        """Ids of what follows a text, as the tokenizer splits the two together, and their places.
+    def continuation(self, text: str, continuation: str) -> list[int]:
+        """Ids of what follows a text, as the tokenizer splits the two together.
 
         The text's own ids are the same whatever follows, so nothing of an answer shows in the
         prompt before it.
         """
-        alone = self.plain(text)
-        encoded = self._with_offsets(text + continuation)
-        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        size, shift = len(alone), len(text)
-        if ids[:size] != alone:
-            # The last token of the text took some of what follows: split between them instead.
-            encoded = self._with_offsets(continuation)
-            return encoded["input_ids"], encoded["offset_mapping"]
-        return ids[size:], [(start - shift, stop - shift) for start, stop in offsets[size:]]
+        alone, whole = self.plain(text), self.plain(text + continuation)
+        if whole[: len(alone)] == alone:
+            return whole[len(alone) :]
+        # The last token of the text took some of what follows: split between them instead.
+        return self.plain(continuation)
 
     def written(self, text: str) -> list[int]:
-        """As `after`, of words that the answer depends on.
+        """Ids of words within a text that the answer depends on.
 
         Raises:
             ValueError: a tokenizer that has no tokens for them.
@@ -70,24 +68,65 @@ class Encoder:
         return next((whole[:i] for i in starts if whole[i : i + size] == plain), [])
 
     def round_trips(self, text: str) -> bool:
-        """Whether decoding the ids of a text gives the text back."""
+        """True if decoding the ids of a text gives the text back."""
         ids = self.plain(text)
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
     def is_unknown(self, ids: list[int]) -> bool:
-        """Whether any id stands for what the tokenizer has no token for."""
+        """True if any id stands for what the tokenizer has no token for."""
         unknown = self.tokenizer.unk_token_id
         # In byte-level vocabularies the unknown token is often end-of-text, which no text gives.
         return unknown is not None and unknown in ids
 
-    def _with_offsets(self, text: str) -> Any:
-        return self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+
+def encode_answer(
+    encoder: Encoder, lead: str, answer: Answer, others: Iterator[Answer], count: int
+) -> tuple[list[int], dict[Answer, list[int]]]:
+    """Ids of an answer behind the words `lead`, and of its decoys.
+
+    No decoy's ids begin the answer's or another decoy's, or the other way round.
+
+    Args:
+        others: candidates for decoys, maybe without end.
+        count: decoys at most.
+
+    Raises:
+        ValueError: an answer that the tokenizer has no tokens for, or tells from no other.
+    """
+    ids = encoder.continuation(lead, written(answer))
+    if encoder.is_unknown(ids):
+        raise ValueError(
+            f"the tokenizer has no tokens for the answer {', '.join(answer)!r}, "
+            "expected one that can write it"
         )
+    taken, decoys = [ids], {}
+    # Most candidates serve; a tokenizer that can tell none apart must not be asked for ever.
+    for other in itertools.islice(others, 20 * count):
+        wrong = encoder.continuation(lead, written(other))
+        size = len(wrong)
+        if not any(each[:size] == wrong[: len(each)] for each in taken):
+            taken.append(wrong)
+            decoys[other] = wrong
+        if len(decoys) == count:
+            break
+    if not decoys:
+        raise ValueError(
+            f"the tokenizer gives the answer {', '.join(answer)!r} the ids of every other, "
+            "expected one that tells them apart"
+        )
+    return ids, decoys
+
+
+def written(answer: Answer) -> str:
+    """An answer as the prompt goes on with it: ` a`, ` a and b`, ` a, b, and c`."""
+    *first, last = answer
+    # Models that read English put an `and` before the last.
+    joiner = {0: "", 1: " and "}.get(len(first), ", and ")
+    return f" {', '.join(first)}{joiner}{last}"
 
 
 def chat_frame(tokenizer: Any, options: dict[str, Any]) -> tuple[str, str]:
-    """What a chat template puts before the words of one user, and between them and an answer.
+    """The texts of a chat template before the words of one user, and between them and an answer.
 
     That is its generation prompt, unless an answer does not stand right behind it: where the
     template opens a block of reasoning, puts one or a channel before what the assistant says, or

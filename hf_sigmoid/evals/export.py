@@ -11,15 +11,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_sigmoid import files
-from hf_sigmoid.evals.answers import written
+from hf_sigmoid.evals.encoding import written
 from hf_sigmoid.evals.samples import Sample
-from hf_sigmoid.evals.specs import parse
+from hf_sigmoid.evals.templates import parse
 
 if TYPE_CHECKING:
     import datasets
 
 ABOUT = "about.json"
 BATCH_TOKENS = 2**20  # of prompts that are Python lists at one time
+# `ruler` is RULER's name of the task, or null.
+COLUMNS = {
+    "task": "string", "ruler": "string", "length": "int32", "depth": "float64",
+    "realised_depth": "float64", "seed": "int64", "index": "int64", "key": "string",
+    "prompt_ids": ["int32"], "prompt": "string", "text_is_exact": "bool", "question": "string",
+    "answer_prefix": "string", "answer": ["string"], "answer_ids": ["int32"],
+    "answer_text": "string", "decoys": [["string"]],
+    "needles": [
+        {"start": "int32", "stop": "int32", "depth": "float64", "supports": "bool",
+         "text": "string"}
+    ],
+}  # fmt: skip
 
 
 def to_dataset(samples: Iterable[Sample], tokenizer: Any) -> "datasets.Dataset":
@@ -73,55 +85,25 @@ def save(folder: Path, dataset: "datasets.Dataset", about: dict[str, Any]) -> No
 def _features() -> "datasets.Features":
     from datasets import Features, List, Value
 
-    text, ids = Value("string"), List(Value("int32"))
-    needle = {
-        "start": Value("int32"),
-        "stop": Value("int32"),
-        "depth": Value("float64"),
-        "supports": Value("bool"),
-        "text": text,
-    }
-    return Features(
-        {
-            "task": text,
-            "ruler": text,  # RULER's name of the task, or null
-            "length": Value("int32"),
-            "depth": Value("float64"),
-            "realised_depth": Value("float64"),
-            "seed": Value("int64"),
-            "index": Value("int64"),
-            "key": text,
-            "prompt_ids": ids,
-            "prompt": text,
-            "text_is_exact": Value("bool"),
-            "question": text,
-            "answer_prefix": text,
-            "answer": List(text),
-            "answer_ids": ids,
-            "answer_text": text,
-            "decoys": List(List(text)),
-            "needles": List(needle),
-        }
-    )
+    def feature(kind: Any) -> Any:
+        if isinstance(kind, list):
+            return List(feature(kind[0]))
+        if isinstance(kind, dict):
+            return {name: feature(each) for name, each in kind.items()}
+        return Value(kind)
+
+    return Features(feature(COLUMNS))
 
 
 def _row(sample: Sample, tokenizer: Any) -> dict[str, Any]:
     prompt = tokenizer.decode(sample.prompt, clean_up_tokenization_spaces=False)
     again = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
     return {
-        "task": sample.task,
+        **{name: getattr(sample, name) for name in COLUMNS if hasattr(sample, name)},
         "ruler": parse(sample.task).ruler,
-        "length": sample.length,
-        "depth": sample.depth,
-        "realised_depth": sample.realised_depth,
-        "seed": sample.seed,
-        "index": sample.index,
-        "key": sample.key,
         "prompt_ids": sample.prompt,
         "prompt": prompt,
         "text_is_exact": again == sample.prompt,
-        "question": sample.question,
-        "answer_prefix": sample.answer_prefix,
         "answer": sample.answer_texts,
         "answer_ids": sample.answer,
         "answer_text": written(sample.answer_texts),

@@ -143,5 +143,5 @@ class Losses:
 
 
 def digest(value: Sequence) -> str:
-    """Of a window's ids, or of an owner."""
+    """The hash of a window's ids, or of an owner."""
     return hashlib.sha256(json.dumps(list(value)).encode()).hexdigest()[:16]

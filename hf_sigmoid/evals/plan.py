@@ -1,32 +1,94 @@
-"""The prompts of each model, by its own tokenizer, checked before any model is run."""
+"""Each model's part of an evaluation, by its own tokenizer, checked before any model is run."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hf_sigmoid import fingerprints
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.evals import loss
 from hf_sigmoid.evals.checks import TAIL
-from hf_sigmoid.evals.grid import Unit
+from hf_sigmoid.evals.models import EvaluatedModel
 from hf_sigmoid.evals.prompts import PromptBuilder
 from hf_sigmoid.evals.samples import Sample
 from hf_sigmoid.evals.scoring import BEYOND
-from hf_sigmoid.evals.settings import Settings
-from hf_sigmoid.evals.store import Store
-from hf_sigmoid.evals.subjects import Subject
+from hf_sigmoid.evals.settings import Grid, Settings, Unit
+from hf_sigmoid.evals.store import Key, Store
 from hf_sigmoid.text import austen, sources
 
 DATASET_TOKENS = 2**20  # that are read of a data set, at least
 
 
-def haystack(settings: Settings, tokenizer: Any) -> Any:
+@dataclass(frozen=True)
+class How:
+    """How every model is asked.
+
+    Args:
+        attention: samples of each cell whose attention on the needle is recorded.
+        windows: of the loss: how many, and tokens of each.
+        extrapolates: whether positions beyond a model's own may be asked.
+        strict: a failed check is an error.
+    """
+
+    scores: tuple[str, ...]
+    attention: int
+    windows: tuple[int, int]
+    extrapolates: bool
+    device: str
+    strict: bool
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Everything that one model is asked.
+
+    Args:
+        keys: of each unit's samples, with their digests.
+        windows: of the loss, by their digests.
+        longest: the last position that any of them needs.
+    """
+
+    model: EvaluatedModel
+    builder: PromptBuilder
+    grid: Grid
+    how: How
+    keys: dict[Unit, list[tuple[str, str]]]
+    windows: dict[str, list[int]]
+    longest: int
+
+    @property
+    def order(self) -> list[Key]:
+        """Model's name and key of every sample."""
+        return [(self.model.name, key) for keys in self.keys.values() for key, _ in keys]
+
+    def missing(self, store: Store) -> list[Unit]:
+        """Units of which a sample is not scored yet.
+
+        Raises:
+            BadInput: a sample that was scored of another prompt.
+        """
+        found = []
+        for unit, keys in self.keys.items():
+            held = [store.done.get((self.model.name, key)) for key, _ in keys]
+            for done, (_, digest) in zip(held, keys, strict=True):
+                if done and done["prompt_sha256"] != digest:
+                    raise BadInput(
+                        f"--out {store.folder} holds a sample of {unit.spec} that another release, "
+                        "tokenizer or text built otherwise: choose another folder"
+                    )
+            if None in held:
+                found.append(unit)
+        return found
+
+
+def read_haystack(settings: Settings, tokenizer: Any) -> sources.Text:
     """The text, with its `name`, `content` and `sha256`.
 
     Raises:
         BadInput: no such text, or an empty one.
     """
-    length = settings.loss_length or max(settings.grid.lengths)
-    needed = max(4 * max(settings.grid.lengths), 2 * settings.loss * length)
+    needed = max(4 * max(settings.grid.lengths), 2 * math.prod(settings.windows))
     # In large steps, since more of a data set is another text.
     tokens = max(DATASET_TOKENS, 1 << (needed - 1).bit_length())
     try:
@@ -35,136 +97,95 @@ def haystack(settings: Settings, tokenizer: Any) -> Any:
         raise BadInput(f"--haystack: {error}") from None
 
 
-def builder_of(settings: Settings, tokenizer: Any, text: str) -> PromptBuilder:
+def builders_of(
+    models: Sequence[EvaluatedModel], text: str, **prompting: Any
+) -> list[PromptBuilder]:
+    """One for each model; models of one tokenizer share its prompts."""
+    made: dict[str, PromptBuilder] = {}
+    found = []
+    for model in models:
+        # A template makes other prompts of the same tokens.
+        key = f"{fingerprints.of_tokenizer(model.tokenizer)} {model.tokenizer.chat_template}"
+        if key not in made:
+            made[key] = builder_of(model.tokenizer, text, **prompting)
+        found.append(made[key])
+    return found
+
+
+def builder_of(tokenizer: Any, text: str, **prompting: Any) -> PromptBuilder:
     """A builder of the samples.
 
     Raises:
         BadInput: a text without sentences, a template that cannot be used.
     """
     try:
-        return PromptBuilder(
-            tokenizer, text, prompt=settings.prompt, decoys=settings.decoys,
-            template_options=dict(settings.template), repeat=settings.repeat_haystack,
-        )  # fmt: skip
+        return PromptBuilder(tokenizer, text, **prompting)
     except ValueError as error:
         where = "--prompt" if "template" in str(error) else "--haystack"
         raise BadInput(f"{where}: {error}") from None
 
 
-def plans(settings: Settings, subjects: Sequence[Subject], text: str) -> list["Plan"]:
-    """One for each model; models of one tokenizer share its prompts.
+def plan_for(model: EvaluatedModel, builder: PromptBuilder, grid: Grid, how: How) -> ModelPlan:
+    """A plan that the model can be asked.
 
     Raises:
-        BadInput: a prompt that cannot be built, or that a model has no positions for.
+        BadInput: a prompt that cannot be built, or that the model has no positions for.
     """
-    builders: dict[str, PromptBuilder] = {}
-    found = []
-    for subject in subjects:
-        # A template makes other prompts of the same tokens.
-        tokenizer = subject.tokenizer
-        key = f"{fingerprints.of_tokenizer(tokenizer)} {tokenizer.chat_template}"
-        if key not in builders:
-            builders[key] = builder_of(settings, tokenizer, text)
-        found.append(Plan(subject, builders[key], settings))
-    return found
-
-
-class Plan:
-    """One model's part of the run.
-
-    `keys` are those of each unit's samples, with their digests; `windows` those of the loss, by
-    theirs;
-    `longest` is the last position that any of them needs.
-    """
-
-    def __init__(self, subject: Subject, builder: PromptBuilder, settings: Settings):
-        self.subject, self.builder, self.grid = subject, builder, settings.grid
-        self.longest = 0
-        self.keys: dict[Unit, list[tuple[str, str]]] = {}
-        for unit in self.grid.units:
-            samples = self.grid.build(builder, unit)
-            self.keys[unit] = [(sample.key, sample.digest) for sample in samples]
-            for sample in samples:
-                self._check_sample(sample, settings)
-        windows = self._windows(settings) if settings.loss else []
-        self.windows = {loss.digest(window): window for window in windows}
-
-    @property
-    def order(self) -> list[tuple[str, str]]:
-        """Model's name and key of every sample."""
-        return [(self.subject.name, key) for keys in self.keys.values() for key, _ in keys]
-
-    def agree(self, kept: Store) -> None:
-        """Refuse samples that were scored of other prompts.
-
-        Raises:
-            BadInput: there is one.
-        """
-        for unit, keys in self.keys.items():
-            for key, digest in keys:
-                done = kept.done.get((self.subject.name, key))
-                if done and done["prompt_sha256"] != digest:
-                    raise BadInput(
-                        f"--out {kept.folder} holds a sample of {unit.spec} that another release, "
-                        "tokenizer or text built otherwise: choose another folder"
-                    )
-
-    def missing(self, kept: Store) -> list[Unit]:
-        """Units of which a sample is not scored yet."""
-        name = self.subject.name
-        return [
-            unit
-            for unit, keys in self.keys.items()
-            if any((name, key) not in kept.done for key, _ in keys)
-        ]
-
-    def _check_sample(self, sample: Sample, settings: Settings) -> None:
-        needed, length = sample.positions, sample.length
-        if "generate" in settings.scores:
-            needed = max(needed, length + len(sample.answer) + BEYOND)
-        self.longest = max(self.longest, needed)
-        subject = self.subject
-        if not self._fits(needed, settings):
+    keys, longest = {}, 0
+    for unit in grid.units:
+        samples = grid.build(builder, unit)
+        keys[unit] = [(sample.key, sample.digest) for sample in samples]
+        for sample in samples:
+            needed = sample.positions
+            if "generate" in how.scores:
+                needed = max(needed, sample.length + len(sample.answer) + BEYOND)
+            _check_sample(model, sample, needed, how.extrapolates)
+            longest = max(longest, needed)
+    chosen: list[list[int]] = []
+    count, length = how.windows
+    if count:
+        _check_positions(
+            model, length, how.extrapolates, "--loss-length",
+            f", got {length}: expected at most as many",
+        )  # fmt: skip
+        if model.rope_switch and length > model.rope_switch:
             raise BadInput(
-                f"--lengths: {subject.name} was made for {subject.positions} positions, and a "
-                f"prompt of {length} tokens and its answer take {needed}: expected a length up to "
-                f"{subject.positions - (needed - length)}{self._more}"
-            )
-        switch, read = subject.rope_switch, (sample.shared or length - 1) - TAIL
-        if switch and needed > switch and (subject.rope_is_dynamic or read <= switch):
-            raise BadInput(
-                f"--lengths: the RoPE of {subject.name} changes at {switch} positions, and keys "
-                f"from before would meet queries from behind in a prompt of {length} tokens and "
-                f"its answer: expected at most {switch - (needed - length)} tokens"
-                + ("" if subject.rope_is_dynamic else f", or {switch + 1 + length - read}")
-            )
-
-    def _windows(self, settings: Settings) -> list[list[int]]:
-        subject, length = self.subject, settings.loss_length or max(settings.grid.lengths)
-        self.longest = max(self.longest, length)
-        if not self._fits(length, settings):
-            raise BadInput(
-                f"--loss-length: {subject.name} was made for {subject.positions} positions, got "
-                f"{length}: expected at most as many{self._more}"
-            )
-        if subject.rope_switch and length > subject.rope_switch:
-            raise BadInput(
-                f"--loss-length: the RoPE of {subject.name} changes at {subject.rope_switch} "
+                f"--loss-length: the RoPE of {model.name} changes at {model.rope_switch} "
                 f"positions, expected at most as many, got {length}"
             )
-        encoder, ids = self.builder.encoder, self.builder.haystack.ids
-        start = encoder.special_prefix()
-        return loss.windows(ids, length, settings.loss, settings.grid.seed, start)
+        longest = max(longest, length)
+        start = builder.encoder.special_prefix()
+        chosen = loss.windows(builder.haystack.ids, length, count, grid.seed, start)
+    by_digest = {loss.digest(window): window for window in chosen}
+    return ModelPlan(model, builder, grid, how, keys, by_digest, longest)
 
-    def _fits(self, needed: int, settings: Settings) -> bool:
-        positions = self.subject.positions
-        if positions is None or needed <= positions:
-            return True
-        return settings.allow_extrapolation and not self.subject.learned_positions
 
-    @property
-    def _more(self) -> str:
-        """What else would help."""
-        if self.subject.learned_positions:
-            return ": it has learned no others"
-        return ", or --allow-extrapolation, maybe with --rope"
+def _check_sample(model: EvaluatedModel, sample: Sample, needed: int, extrapolates: bool) -> None:
+    length, more = sample.length, needed - sample.length
+    _check_positions(
+        model, needed, extrapolates, "--lengths",
+        f", and a prompt of {length} tokens and its answer take {needed}: expected a length up to "
+        f"{(model.positions or 0) - more}",
+    )  # fmt: skip
+    switch, read = model.rope_switch, (sample.shared or length - 1) - TAIL
+    if switch and needed > switch and (model.rope_is_dynamic or read <= switch):
+        raise BadInput(
+            f"--lengths: the RoPE of {model.name} changes at {switch} positions, and keys "
+            f"from before would meet queries from behind in a prompt of {length} tokens and "
+            f"its answer: expected at most {switch - more} tokens"
+            + ("" if model.rope_is_dynamic else f", or {switch + 1 + length - read}")
+        )
+
+
+def _check_positions(
+    model: EvaluatedModel, needed: int, extrapolates: bool, option: str, words: str
+) -> None:
+    if model.positions is None or needed <= model.positions:
+        return
+    if model.learned_positions:
+        words += ": it has learned no others"
+    elif extrapolates:
+        return
+    else:
+        words += ", or --allow-extrapolation, maybe with --rope"
+    raise BadInput(f"{option}: {model.name} was made for {model.positions} positions{words}")

@@ -26,12 +26,12 @@ class NoCache(ValueError):
 
 
 class Prefix:
-    """What a model keeps of `length` ids of each row.
+    """The keys and values, or states, that a model keeps of `length` ids of each row.
 
     `tokens` counts every id of every row that was forwarded, which is what an evaluation costs.
     """
 
-    def __init__(self, model: Any, cache: Cache, length: int, tokens: int):
+    def __init__(self, model: Any, cache: Cache, length: int, tokens: int = 0):
         self.model, self.cache, self.length, self.tokens = model, cache, length, tokens
         # Exactly this class: what derives from it keeps more than keys and values.
         plain = all(type(layer) is DynamicLayer for layer in cache.layers)
@@ -48,7 +48,7 @@ class Prefix:
 
     @classmethod
     def after(cls, model: Any, result: Any, ids: Tensor) -> "Prefix":
-        """What the forward of ids `[rows, length]` leaves."""
+        """The prefix that the forward of ids `[rows, length]` leaves."""
         cache = getattr(result, "cache", None)
         try:
             holds = isinstance(cache, Cache) and cache.get_seq_length() == ids.shape[1]
@@ -84,7 +84,7 @@ class Prefix:
     def longer(self, ids: Tensor) -> Iterator["Prefix"]:
         """The prefix with more ids behind it, for a while."""
         with self.borrowed() as cache:
-            inner = Prefix(self.model, cache, self.length, 0)
+            inner = Prefix(self.model, cache, self.length)
             if ids.shape[1]:
                 inner.extend(ids)
             yield inner

@@ -69,7 +69,7 @@ def needle_prompts(
 def score(
     model: Any, samples: Sequence[Sample], batch_size: int = 4, *, progress: str | None = None
 ) -> list[tuple[bool, float]]:
-    """Of each sample whether its answer is right, and the mean log-probability of its tokens.
+    """A verdict on each sample: is its answer right, and its tokens' mean log-probability.
 
     Args:
         samples: of one length.

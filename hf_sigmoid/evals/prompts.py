@@ -3,31 +3,28 @@
     L = |special tokens or chat template| + |instruction| + |text with needles| + |question|
         + |answer prefix|
 
-The answer is not part of L: it comes behind the prompt, as in `conversions/haystack.py`;
-`Sample.positions` says how many positions both take. Pieces are encoded one by one and their ids
-joined, so nothing is cut and nothing is encoded twice. The haystack is a window that begins so
-that a sentence starts where the needle goes: length and depth are exact together. Only the
-window's outer ends may cut a sentence, and they cut no word where another window would not. Other
-needles of the sample go to the sentence start nearest to their depth.
+The answer is not part of L: it comes behind the prompt; `Sample.positions` says how many positions
+both take. Pieces are encoded one by one and their ids joined, so nothing is cut and nothing is
+encoded twice. The haystack is a window that begins so that a sentence starts where the needle
+goes: length and depth are exact together. Only the window's outer ends may cut a sentence, and
+they cut no word where another window would not. Other needles of the sample go to the sentence
+start nearest to their depth.
 
 Every random number of a sample comes from (seed, task, L, depth, i): neither the order in which
 samples are made nor the other samples change any of it.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from hf_sigmoid import text as built_in
-from hf_sigmoid.evals import counting, facts
-from hf_sigmoid.evals.answers import encode
-from hf_sigmoid.evals.drafts import Answer, Draft, ListDraft
-from hf_sigmoid.evals.encoding import Encoder, chat_frame
-from hf_sigmoid.evals.haystacks import Haystack
-from hf_sigmoid.evals.placing import hide, hide_at
+from hf_sigmoid.evals import tasks
+from hf_sigmoid.evals.encoding import Encoder, chat_frame, encode_answer
+from hf_sigmoid.evals.haystack import Haystack, draw_depths, hide
 from hf_sigmoid.evals.samples import Needle, Sample
-from hf_sigmoid.evals.specs import Spec, parse
+from hf_sigmoid.evals.templates import ListTemplate, Spec, Template, WordList, parse
 from hf_sigmoid.evals.words import NOISE
 
 PROMPTS = ("auto", "base", "chat")
@@ -69,15 +66,13 @@ class PromptBuilder:
             raise ValueError(f"expected at least 1 decoy, got {decoys}")
         self.haystack = Haystack(built_in.austen() if haystack is None else haystack, tokenizer)
         self.encoder = Encoder(tokenizer)
-        is_chat = prompt == "chat" or (
-            prompt == "auto" and bool(getattr(tokenizer, "chat_template", None))
-        )
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        is_chat = prompt == "chat" or (prompt == "auto" and has_template)
         self.frame = chat_frame(tokenizer, template_options or {}) if is_chat else None
-        self.round_trips = self.encoder.round_trips(facts.HEAD + self.haystack.text[:4000])
+        self.round_trips = self.encoder.round_trips(Template.head + self.haystack.text[:4000])
         self.decoys, self.repeat = decoys, repeat
         self._start = [] if is_chat else self.encoder.special_prefix()
-        self._noises: dict[int, Haystack] = {}
-        self._repeated: dict[int, Haystack] = {}
+        self._repeated: dict[tuple[str, int], Haystack] = {}
 
     def build(
         self,
@@ -91,7 +86,7 @@ class PromptBuilder:
         """Sample `index` of a cell.
 
         Args:
-            task: `single`, `multikey:8`, …; `specs.py` has the list.
+            task: `single`, `multikey:8`, …; `templates.py` has the list.
             length: tokens of the prompt.
             depth: 0 (start) to 1 (end) of the haystack; drawn at random if None. There stands the
                 needle asked for; of `multiquery` and `multivalue` any of them, of `vt` the first
@@ -112,18 +107,23 @@ class PromptBuilder:
         key = f"{seed}/{spec}/{length}/{named}/{index}"
         rng = random.Random(key)  # a text seeds by its SHA-512: the same in every process
         about = {
-            "task": str(spec),
-            "length": length,
-            "depth": depth,
-            "seed": seed,
-            "index": index,
-            "key": key,
-            "is_chat": self.frame is not None,
-            "haystack": key,
-        }
-        if spec.has_depth:
-            return self._hide(facts.draft(spec, rng, self.haystack), rng, about)
-        return self._list(counting.draft(spec, rng), about)
+            "task": str(spec), "length": length, "depth": depth, "seed": seed, "index": index,
+            "key": key, "haystack": key,
+        }  # fmt: skip
+        made = tasks.template(spec, rng, self.haystack)
+        head, tail = self._head(made), self._tail(made)
+        if isinstance(made, ListTemplate):
+            room = self._room(about, head, tail)
+            listed, ids, placed = self._listed(made, room, len(head))
+            return self._sample(made, listed, head + ids + tail, placed, None, about)
+        needles = [self.encoder.written(fact.text) for fact in made.facts]
+        room = self._room(about, head, tail, *needles)
+        text = self._noise(length) if made.in_noise else self._text(length)
+        depths, pivot = draw_depths(made, rng.random() if depth is None else depth, rng)
+        ids, placed, order = hide(
+            depths, made.facts, needles, text, exact=pivot, room=room, offset=len(head), rng=rng
+        )
+        return self._sample(made, made, head + ids + tail, placed, order.index(pivot), about)
 
     def build_shared(
         self,
@@ -155,98 +155,78 @@ class PromptBuilder:
         key = f"{seed}/{spec}/{length}/{named} x {each}/{index}"
         rng = random.Random(key)
         asked = [*depths] * each
-        drafts = facts.shared(
-            spec, rng, self.haystack, len(asked), lambda draft: len(self._tail(draft))
+        made = tasks.shared(
+            spec, rng, self.haystack, len(asked), lambda template: len(self._tail(template))
         )
         about = {"task": str(spec), "length": length, "seed": seed, "haystack": key}
-        head = self._head(drafts[0])
-        needles = [self.encoder.written(fact.text) for fact in drafts[0].facts]
-        size = len(self._tail(drafts[0]))
-        room = self._room(head, size, sum(map(len, needles)), about)
-        ids, placed, order = hide_at(
-            [*asked, *(rng.random() for _ in needles[len(asked) :])],
-            drafts[0].facts, needles, self._text(length),
+        head, facts = self._head(made[0]), made[0].facts
+        needles = [self.encoder.written(fact.text) for fact in facts]
+        room = self._room(about, head, self._tail(made[0]), *needles)
+        others = [rng.random() for _ in needles[len(asked) :]]
+        ids, placed, order = hide(
+            [*asked, *others], facts, needles, self._text(length),
             exact=0, room=room, offset=len(head), rng=rng, apart=True,
         )  # fmt: skip
-        shared, samples = head + ids, []
-        for at, (draft, depth) in enumerate(zip(drafts, asked, strict=True)):
+        samples = []
+        for at, (template, depth) in enumerate(zip(made, asked, strict=True)):
             own = [
-                replace(needle, supports=draft.facts[fact].supports)
+                replace(needle, supports=template.facts[fact].supports)
                 for needle, fact in zip(placed, order, strict=True)
             ]
             more = {
-                "depth": depth,
-                "index": index * each + at // len(depths),
-                "key": f"{key}/{at}",
-                "is_chat": self.frame is not None,
-                "shared": len(shared) if len(asked) > 1 else 0,
-            }
-            tail, wording = self._tail(draft), (draft.answer, draft.decoys)
-            pivot = order.index(at)
+                "depth": depth, "index": index * each + at // len(depths), "key": f"{key}/{at}",
+                "shared": len(head + ids) if len(asked) > 1 else 0,
+            }  # fmt: skip
+            prompt = head + ids + self._tail(template)
             samples.append(
-                self._sample(draft, wording, shared + tail, own, pivot, {**about, **more})
+                self._sample(template, template, prompt, own, order.index(at), about | more)
             )
         return samples
 
-    def _hide(self, draft: Draft, rng: random.Random, about: dict[str, Any]) -> Sample:
-        """The needles among the sentences of a window."""
-        head, tail = self._head(draft), self._tail(draft)
-        needles = [self.encoder.written(fact.text) for fact in draft.facts]
-        room = self._room(head, len(tail), sum(map(len, needles)), about)
-        ids, placed, pivot = hide(
-            draft,
-            needles,
-            self._noise(about["length"]) if draft.in_noise else self._text(about["length"]),
-            room=room,
-            depth=rng.random() if about["depth"] is None else about["depth"],
-            offset=len(head),
-            rng=rng,
-        )
-        return self._sample(
-            draft, (draft.answer, draft.decoys), head + ids + tail, placed, pivot, about
-        )
-
-    def _list(self, draft: ListDraft, about: dict[str, Any]) -> Sample:
-        """A list of words that fills what the fixed parts leave, to the token."""
-        head, tail = self._head(draft), self._tail(draft)
-        room = self._room(head, len(tail), 0, about)
-        ids: dict[str, list[int]] = {counting.DOT: [self.encoder.dot]}
+    def _listed(
+        self, made: ListTemplate, room: int, offset: int
+    ) -> tuple[WordList, list[int], list[Needle]]:
+        """A list of words that fills its room to the token, its ids, and the words asked for."""
+        known: dict[str, list[int]] = {tasks.DOT: [self.encoder.dot]}
 
         def encoded(word: str) -> list[int]:
-            if word not in ids:
-                ids[word] = self.encoder.written(" " + word)
-            return ids[word]
+            if word not in known:
+                known[word] = self.encoder.written(" " + word)
+            return known[word]
 
-        made = draft.compose(room, lambda word: len(encoded(word)))
-        prompt, starts = list(head), []
-        for word in made.entries:
-            starts.append(len(prompt))
-            prompt += encoded(word)
-        spans = [
-            Needle(
-                start=starts[i],
-                stop=starts[i] + len(encoded(made.entries[i])),
-                depth=(starts[i] - len(head)) / room,
-                supports=True,
-                text=" " + made.entries[i],
-            )
-            for i in made.places
-        ]
-        return self._sample(draft, (made.answer, made.decoys), prompt + tail, spans, None, about)
+        listed = made.compose(room, lambda word: len(encoded(word)))
+        ids: list[int] = []
+        starts = []
+        for word in listed.entries:
+            starts.append(len(ids))
+            ids += encoded(word)
+        placed = []
+        for place in listed.places:
+            start, word = starts[place], listed.entries[place]
+            stop = offset + start + len(encoded(word))
+            placed.append(Needle(offset + start, stop, start / room, True, " " + word))
+        return listed, ids, placed
 
-    def _head(self, draft: Draft | ListDraft) -> list[int]:
+    def _head(self, made: Template | ListTemplate) -> list[int]:
         before = self.frame[0] if self.frame else ""
-        return self._start + self.encoder.plain(before + draft.head)
+        return self._start + self.encoder.plain(before + made.head)
 
-    def _tail(self, draft: Draft | ListDraft) -> list[int]:
+    def _tail(self, made: Template | ListTemplate) -> list[int]:
         """The question, and the beginning of the answer, which a chat gives as the assistant."""
         if self.frame is None:
-            return self.encoder.after(_base_tail(draft))
-        question = self.encoder.after(f"\n\nQuestion: {draft.question}")
-        return question + self.encoder.plain(self.frame[1] + draft.prefix)
+            return self.encoder.after(self._lead(made))
+        return self.encoder.after(f"\n\nQuestion: {made.question}") + self.encoder.plain(
+            self._lead(made)
+        )
 
-    def _room(self, head: list[int], tail: int, taken: int, about: dict[str, Any]) -> int:
-        fixed = len(head) + tail + taken
+    def _lead(self, made: Template | ListTemplate) -> str:
+        """The words that the answer is encoded behind."""
+        if self.frame:
+            return self.frame[1] + made.prefix
+        return f"\n\nQuestion: {made.question}\nAnswer: {made.prefix}"
+
+    def _room(self, about: dict[str, Any], *parts: list[int]) -> int:
+        fixed = sum(map(len, parts))
         if about["length"] <= fixed:
             raise ValueError(
                 f"the fixed parts of {about['task']} take {fixed} tokens, expected a length "
@@ -256,13 +236,10 @@ class PromptBuilder:
 
     def _text(self, length: int) -> Haystack:
         """The haystack, repeated for prompts of up to the next power of two if it is shorter."""
-        if not self.repeat or length < len(self.haystack.ids) // 2:
+        size = len(self.haystack.ids)
+        if not self.repeat or length < size // 2:
             return self.haystack
-        bits = (length - 1).bit_length()
-        if bits not in self._repeated:
-            times = 2 ** (bits + 1) // len(self.haystack.ids) + 1
-            self._repeated[bits] = Haystack(self.haystack.text * times, self.encoder.tokenizer)
-        return self._repeated[bits]
+        return self._times(self.haystack.text, 2 * _power_of_two(length) // size + 1)
 
     def _noise(self, length: int) -> Haystack:
         """Repeated sentences, as many as prompts of up to the next power of two need.
@@ -270,39 +247,34 @@ class PromptBuilder:
         How many there are decides which windows there are, so it is the length's alone, and not
         that of the longest prompt made so far.
         """
-        bits = (length - 1).bit_length()
-        if bits not in self._noises:
-            repeats = 2**bits // len(self.encoder.after(NOISE)) + 4
-            self._noises[bits] = Haystack(NOISE * repeats, self.encoder.tokenizer)
-        return self._noises[bits]
+        return self._times(NOISE, _power_of_two(length) // len(self.encoder.after(NOISE)) + 4)
+
+    def _times(self, text: str, times: int) -> Haystack:
+        if (text, times) not in self._repeated:
+            self._repeated[text, times] = Haystack(text * times, self.encoder.tokenizer)
+        return self._repeated[text, times]
 
     def _sample(
         self,
-        draft: Draft | ListDraft,
-        wording: tuple[Answer, Iterator[Answer]],
+        made: Template | ListTemplate,
+        asked: Template | WordList,
         prompt: list[int],
         needles: list[Needle],
         pivot: int | None,
         about: dict[str, Any],
     ) -> Sample:
-        answer, others = wording
         assert len(prompt) == about["length"], (len(prompt), about)
-        lead = self.frame[1] + draft.prefix if self.frame else _base_tail(draft)
-        ids, parts, decoys = encode(self.encoder, lead, answer, others, self.decoys)
-        return Sample(
-            **about,
-            prompt=prompt,
-            answer=ids,
-            parts=parts,
-            decoys=list(decoys.values()),
-            needles=tuple(needles),
-            pivot=pivot,
-            question=draft.question,
-            answer_prefix=draft.prefix,
-            answer_texts=answer,
-            decoy_texts=tuple(decoys),
+        ids, decoys = encode_answer(
+            self.encoder, self._lead(made), asked.answer, asked.decoys, self.decoys
         )
+        return Sample(
+            **about, is_chat=self.frame is not None, prompt=prompt, answer=ids,
+            decoys=list(decoys.values()), needles=tuple(needles), pivot=pivot,
+            question=made.question, answer_prefix=made.prefix, answer_texts=asked.answer,
+            decoy_texts=tuple(decoys),
+        )  # fmt: skip
 
 
-def _base_tail(draft: Draft | ListDraft) -> str:
-    return f"\n\nQuestion: {draft.question}\nAnswer: {draft.prefix}"
+def _power_of_two(length: int) -> int:
+    """The next one."""
+    return 1 << (length - 1).bit_length()

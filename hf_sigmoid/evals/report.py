@@ -3,37 +3,42 @@
     files = write(folder, summary)
     print(table(summary))
 
-Here are the names, numbers and rows that all of its forms share. `sections.py` puts them into
-words, `panels.py` into pictures, `html.py` both onto one page.
+`report.md` and `report.html` say the same; the page needs no other file, no network and no script.
 """
 
-import csv
-import io
+import base64
 import json
-import math
-import os
+import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from hf_sigmoid.files import write_file
+from hf_sigmoid.evals import pictures
+from hf_sigmoid.evals.sections import NO_PICTURES, cell_rows, sections, warnings_of
+from hf_sigmoid.evals.wording import Summary
+from hf_sigmoid.files import write_file, write_text
 
-Summary = dict[str, Any]
-
-NO_PICTURES = "matplotlib is not installed: no PNG files (pip install matplotlib)"
-NONE = "–"  # what stands in a table for a value that there is none of
-
-
-@dataclass(frozen=True)
-class Table:
-    """Formatted cells; the first `words` columns name a row, the others are numbers."""
-
-    header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-    words: int
+TITLE = "Long-context evaluation"
+# The columns of words; all others are of numbers, and stand to the right.
+WORDS = {"model", "models", "attn", "from", "attention", "weights", "rope", "prompt", "task"}
+WORDS |= {"depth", "positions"}
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c1c1c; --paper: #fff; --line: #d4d4d4; --warn: #fff4d6 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e8e8e8; --paper: #16181b; --line: #43474d; --warn: #3a2c0a } }
+body { max-width: 80rem; margin: 0 auto; padding: 1rem; background: var(--paper);
+  color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
+p, li { max-width: 44rem; overflow-wrap: anywhere }
+.warning { background: var(--warn); padding: .5rem .75rem }
+.scroll { overflow-x: auto }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums }
+th, td { border-bottom: 1px solid var(--line); padding: .3rem .5rem; text-align: right }
+td:nth-child(-n+2), th:nth-child(-n+2) { text-align: left; overflow-wrap: anywhere }
+td:nth-child(n+3) { white-space: nowrap }
+img { max-width: 100%; background: #fff }
+"""
 
 
 def write(folder: Path, summary: Summary) -> list[Path]:
@@ -43,226 +48,109 @@ def write(folder: Path, summary: Summary) -> list[Path]:
         The files. A picture that there are no data for is not among them, nor is any without
         matplotlib, which a warning says.
     """
-    from hf_sigmoid.evals import html, markdown, plots  # they build on this module
-
     folder.mkdir(parents=True, exist_ok=True)
-    page = html.render(summary)
-    pictures: list[Path] | None = None
+    drawn: dict[str, Path] = {}
     if find_spec("matplotlib") is None:
         warnings.warn(NO_PICTURES, stacklevel=2)
     else:
-        pictures = []
-        for name, figure in plots.figures(summary):
+        for name, figure in pictures.figures(summary):
             # A path without an ending would get one.
-            pictures.append(
-                write_file(folder / name, lambda f, g=figure: g.savefig(f, format="png"))
-            )
+            drawn[name] = write_file(folder / name, lambda f, g=figure: g.savefig(f, format="png"))
     texts = {
-        "cells.csv": _csv(summary),
+        "cells.csv": _cells(summary),
         "summary.json": json.dumps(summary, indent=1) + "\n",
-        "report.md": markdown.render(summary, pictures and [file.name for file in pictures]),
-        "report.html": page,
+        "report.md": _markdown(summary, drawn),
+        "report.html": _page(summary, drawn),
     }
-    return [
-        *(
-            write_file(folder / name, lambda file, text=text: file.write_bytes(text.encode()))
-            for name, text in texts.items()
-        ),
-        *(pictures or []),
-    ]
+    written = [write_text(folder / name, text) for name, text in texts.items()]
+    return [*written, *drawn.values()]
 
 
 def table(summary: Summary) -> str:
     """A line for each model, task and length, depths pooled."""
-    shown = columns(rows(summary), COLUMNS[:7], 3)
-    lines = [shown.header, *shown.rows]
+    names = ("model", "attn", "task", "length", "correct", "95% interval", "log-prob")
+    lines = [names, *([row[name] for name in names] for row in cell_rows(summary, "lengths"))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    ways = [str.ljust if name in WORDS else str.rjust for name in names]
     return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < shown.words else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
+        "  ".join(way(cell, width) for cell, way, width in zip(line, ways, widths, strict=True))
         for line in lines
     )
 
 
-COLUMNS = (
-    "model", "attn", "task", "length", "correct", "95% interval", "log-prob",
-    "above decoys", "generated", "contained",
-)  # fmt: skip
+def _cells(summary: Summary) -> str:
+    """The text of cells.csv: a line for each cell, numbers as they are."""
+    import pandas
 
-
-def rows(summary: Summary, part: str = "lengths") -> list[dict[str, str]]:
-    """Each cell of each model as text, by column.
-
-    Args:
-        part: `lengths`, of pooled depths, or `cells`.
-    """
-    order = tasks(summary)
-    return [
-        _row(name, model, cell)
-        for name, model in named(summary).values()
-        for cell in sorted(model[part], key=lambda cell: order[cell["task"]])
-    ]
-
-
-def _row(name: str, model: dict[str, Any], cell: dict[str, Any]) -> dict[str, str]:
-    generated, decoys = cell["generated"], (cell["candidates"] or 1) - 1
-    return {
-        "model": name,
-        "attn": model["attn"],
-        "task": cell["task"],
-        "length": whole(cell["length"]),
-        "depth": depth(cell.get("depth")),
-        "n": whole(cell["n"]),
-        "correct": f"{cell['correct']}/{cell['n']}",
-        "accuracy": percent(cell["accuracy"]),
-        "95% interval": interval(cell["interval_95"]),
-        "log-prob": number(cell["logprob"]),
-        "above decoys": percent(cell["first"]) + (f" ({whole(decoys)})" if decoys else ""),
-        "generated": f"{generated['correct']}/{cell['n']}" if generated else NONE,
-        "contained": percent(generated["contains"] if generated else None),
-    }
-
-
-def columns(lines: list[dict[str, str]], names: Sequence[str], words: int) -> Table:
-    """A table of some columns of the rows, in that order."""
-    return Table(tuple(names), [tuple(line[name] for name in names) for line in lines], words)
-
-
-def named(summary: Summary) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The short name and the model of each `name`."""
-    models = summary["models"]
-    return {
-        model["name"]: (short, model)
-        for short, model in zip(short_names(models), models, strict=True)
-    }
-
-
-def tasks(summary: Summary) -> dict[str, int]:
-    """The place of each task, in the order asked."""
-    found = [cell["task"] for model in summary["models"] for cell in model["lengths"]]
-    return {task: place for place, task in enumerate(dict.fromkeys([*summary["tasks"], *found]))}
-
-
-def short_names(models: list[dict[str, Any]]) -> list[str]:
-    """The end of each model's path that tells it from the others: `run/final`, never `final`.
-
-    One path under several attention functions is `path@attn`; what still is not unique gets
-    its `name`, which is.
-    """
-    paths = [_parts(model["model"]) for model in models]
-    short = []
-    for path in paths:
-        count = 2 if path[-1] == "final" else 1
-        while any(other != path and other[-count:] == path[-count:] for other in paths):
-            count += 1
-        short.append(str(Path(*path[-count:])))
-    short = _distinct(short, [f"{n}@{m['attn']}" for n, m in zip(short, models, strict=True)])
-    names = [model["name"] for model in models]
-    short = _distinct(short, names)
-    return short if len(set(short)) == len(short) else names
-
-
-def _distinct(names: list[str], longer: list[str]) -> list[str]:
-    """The names, or the longer ones of those that occur twice."""
-    return [b if names.count(a) > 1 else a for a, b in zip(names, longer, strict=True)]
-
-
-def _parts(model: str) -> tuple[str, ...]:
-    """A folder's absolute path, since `.` has no name; a hub id as it is."""
-    return Path(os.path.abspath(model) if Path(model).is_dir() else model).parts
-
-
-def only_names(summary: Summary) -> dict[str, str]:
-    """The short name of each `name`."""
-    return {key: short for key, (short, _) in named(summary).items()}
-
-
-def strongest(grid: list[list[float]]) -> tuple[int, int] | None:
-    """Row and head of the largest value, None if there is none."""
-    places = [(i, j) for i, layer in enumerate(grid) for j in range(len(layer))]
-    return max(places, key=lambda place: grid[place[0]][place[1]], default=None)
-
-
-def heads(grid: list[list[float]]) -> list[float]:
-    """The values of all heads of all layers."""
-    return [value for layer in grid for value in layer]
-
-
-def is_normalised(entry: dict[str, Any]) -> bool:
-    """Whether every row of attention weights sums to one, so that mass and share are the same."""
-    return all(abs(value - 1) < 0.01 for value in heads(entry["total"]))
-
-
-def percent(share: float | None) -> str:
-    """Whole percent; only what is none or all is 0% or 100%."""
-    if share is None:
-        return NONE
-    if 0 < share < 0.005:
-        return "<1%"
-    return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
-
-
-def interval(bounds: Sequence[float]) -> str:
-    """An interval in whole percent, rounded outwards."""
-    low, high = (round(100 * bound, 6) for bound in bounds)
-    return f"{math.floor(low)}–{math.ceil(high)}%"
-
-
-def depth(value: float | None) -> str:
-    """How far into the haystack; a list of words has no place there."""
-    return "whole text" if value is None else f"{100 * value:.3g}%"
-
-
-def whole(value: float | None) -> str:
-    return NONE if value is None else f"{value:,.0f}"
-
-
-def number(value: float | None) -> str:
-    return NONE if value is None else f"{value:.2f}"
-
-
-def nats(band: dict[str, float], sign: int = 1) -> str:
-    """A mean and its band, as a difference of losses: signed, three digits."""
-    ends = sorted((sign * band["low"], sign * band["high"]))
-    return f"{sign * band['mean']:+.3f} ({ends[0]:+.3f} to {ends[1]:+.3f})"
-
-
-def small(value: float | None) -> str:
-    return NONE if value is None else f"{value:.2g}"
-
-
-def spread(value: float) -> str:
-    """A number of keys, which may be as few as one."""
-    return f"{value:.1f}" if value < 100 else whole(value)
-
-
-def probability(value: float) -> str:
-    return f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"
-
-
-def _csv(summary: Summary) -> str:
-    """A line for each cell, numbers as they are."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
     about = ("name", "model", "attn", "weights", "rope")
     scores = ("task", "ruler", "length", "depth", "n", "haystacks", "correct", "accuracy")
     more = ("logprob", "first", "candidates")
-    writer.writerow(
-        [*about, *scores, "low_95", "high_95", *more, "generated_correct", "generated_contains"]
+    columns = [*about, *scores, "low_95", "high_95", *more]
+    columns += ["generated_correct", "generated_contains"]
+    rows = [
+        [
+            *(model[key] for key in about), *(cell[key] for key in scores), *cell["interval_95"],
+            *(cell[key] for key in more),
+            *((cell["generated"] or {}).get(key) for key in ("correct", "contains")),
+        ]
+        for model in summary["models"]
+        for cell in model["cells"]
+    ]  # fmt: skip
+    # As objects, or whole numbers beside nothing would be written as 1.0.
+    frame = pandas.DataFrame(rows, columns=columns, dtype=object)
+    return frame.to_csv(index=False, lineterminator="\n")
+
+
+def _markdown(summary: Summary, drawn: Mapping[str, Path]) -> str:
+    parts = [f"# {TITLE}", *(f"> **Warning:** {_escape(text)}" for text in warnings_of(summary))]
+    for section in sections(summary):
+        parts.append(f"## {section.title}")
+        for block in section.blocks:
+            if isinstance(block, str):
+                parts.append(_escape(block))
+            elif isinstance(block, tuple):
+                parts.append("\n".join(f"- {_escape(line)}" for line in block))
+            else:
+                rule = ["---" if name in WORDS else "---:" for name in block[0]]
+                lines = [map(_escape, block[0]), rule, *(map(_escape, r.values()) for r in block)]
+                parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        parts += [f"![{name}]({name})" for name in section.pictures if name in drawn]
+    return "\n\n".join(parts) + "\n"
+
+
+def _escape(text: str) -> str:
+    """Plain text on one line, for Markdown; an underscore within a word is none of its marks."""
+    return re.sub(
+        r"([\\`*\[\]<>|&~$])|(?<![^\W_])(_)|(_)(?![^\W_])", r"\\\g<0>", " ".join(text.split())
     )
-    for model in summary["models"]:
-        for cell in model["cells"]:
-            generated = cell["generated"] or {}
-            writer.writerow(
-                [
-                    *(model[key] for key in about),
-                    *(cell[key] for key in scores),
-                    *cell["interval_95"],
-                    *(cell[key] for key in more),
-                    generated.get("correct"),
-                    generated.get("contains"),
-                ]
-            )
-    return file.getvalue()
+
+
+def _page(summary: Summary, drawn: Mapping[str, Path]) -> str:
+    """The text of report.html."""
+    import pandas
+
+    parts = [f"<h1>{TITLE}</h1>"]
+    for text in warnings_of(summary):
+        parts.append(f'<p class="warning"><strong>Warning:</strong> {escape(text)}</p>')
+    for section in sections(summary):
+        parts.append(f"<h2>{escape(section.title)}</h2>")
+        for block in section.blocks:
+            if isinstance(block, str):
+                parts.append(f"<p>{escape(block)}</p>")
+            elif isinstance(block, tuple):
+                parts.append(f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in block)}</ul>")
+            else:
+                with pandas.option_context("display.max_colwidth", None):
+                    made = pandas.DataFrame(block).to_html(index=False, border=0)
+                parts.append(f'<div class="scroll">{made}</div>')
+        for name in section.pictures:
+            if name in drawn:
+                content = base64.b64encode(drawn[name].read_bytes()).decode()
+                parts.append(f'<p><img alt="{name}" src="data:image/png;base64,{content}"></p>')
+    body = "\n".join(parts)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{TITLE}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n"
+        "</body>\n</html>\n"
+    )

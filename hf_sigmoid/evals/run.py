@@ -2,9 +2,11 @@
 
 import importlib.metadata
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,265 +14,250 @@ import torch
 from tqdm import tqdm
 
 from hf_sigmoid.errors import BadInput, ChecksFailed
-from hf_sigmoid.evals import report, run_file
-from hf_sigmoid.evals.checks import Checks, check
-from hf_sigmoid.evals.grid import Unit
+from hf_sigmoid.evals import report
+from hf_sigmoid.evals.attention import Observer
+from hf_sigmoid.evals.checks import check, worst
 from hf_sigmoid.evals.loss import Losses, losses
-from hf_sigmoid.evals.needle_attention import Observer
-from hf_sigmoid.evals.plan import Plan, haystack, plans
+from hf_sigmoid.evals.models import EvaluatedModel, attention_names
+from hf_sigmoid.evals.plan import How, ModelPlan, builders_of, plan_for, read_haystack
 from hf_sigmoid.evals.prefix import NoCache
-from hf_sigmoid.evals.samples import Sample
 from hf_sigmoid.evals.scoring import NoNumbers, Scorer
-from hf_sigmoid.evals.settings import Settings
+from hf_sigmoid.evals.settings import Settings, Unit
 from hf_sigmoid.evals.store import Store
-from hf_sigmoid.evals.subjects import Subject, attention_names
 from hf_sigmoid.evals.summary import summarise
-from hf_sigmoid.evals.world import World
 from hf_sigmoid.run_lock import RunLock
 
 PACKAGES = ("torch", "transformers", "hf-sigmoid")
 
+Record = dict[str, Any]
 
-def evaluate(settings: Settings) -> dict[str, Any]:
+
+def evaluate(settings: Settings) -> Record:
     """Score every sample that is not scored yet, write the report, return its summary.
+
+    The first of several processes returns it, the others {}.
 
     Raises:
         BadInput: a model, text, length or folder that cannot be used: before anything is written,
             but for a model that turns out to have no cache, or not all of its weights.
         ChecksFailed: a model whose scores cannot be believed; what was scored before is reported.
     """
-    world = World.find()
-    subjects = [
-        Subject.find(model, attn, settings.rope)
+    ranks, grid = processes(), settings.grid
+    found = [
+        EvaluatedModel.find(model, attn, settings.rope)
         for model in settings.models
         for attn in settings.attn
     ]
-    subjects = list({subject.name: subject for subject in subjects}.values())
-    text = haystack(settings, subjects[0].tokenizer)
-    asked = plans(settings, subjects, text.content)
-    with _alone(settings.out, world):
-        return _Run(settings, world, asked, text).go()
+    models = list({model.name: model for model in found}.values())
+    text = read_haystack(settings, models[0].tokenizer)
+    builders = builders_of(models, text.content, **settings.prompting)
+    device = settings.device
+    if device == "cuda" and ranks.num_processes > 1:
+        device = f"cuda:{ranks.local_process_index % torch.cuda.device_count()}"
+    how = How(
+        settings.score, settings.attention, settings.windows, settings.allow_extrapolation,
+        device, strict=settings.checks == "stop",
+    )  # fmt: skip
+    plans = [plan_for(*each, grid, how) for each in zip(models, builders, strict=True)]
+    about = {
+        "config": settings.digest(text.sha256), "seed": grid.seed,
+        "haystack": text.name + (", repeated" if settings.repeat_haystack else ""),
+        "dtype": settings.dtype, "device": torch.device(device).type,
+        "scores": list(settings.score),
+        "versions": {n.replace("-", "_"): importlib.metadata.version(n) for n in PACKAGES},
+    }  # fmt: skip
+    with _alone(settings.out, ranks):
+        return _ask_all(plans, settings.out, about, ranks)
+
+
+def processes() -> Any:
+    """accelerate's state of the processes that share an evaluation; alone without a launcher."""
+    from accelerate import PartialState
+
+    # They do nothing but wait for each other, for as long as the slowest takes: on the CPU.
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return PartialState(cpu=several, timeout=timedelta(days=7))
 
 
 @contextmanager
-def _alone(folder: Path, world: World) -> Iterator[None]:
+def _alone(folder: Path, ranks: Any) -> Iterator[None]:
     """The only run in a folder, which is gone again if it was made for nothing."""
     lock, made = None, not folder.exists()
-    if world.is_first:
+    if ranks.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         lock = RunLock(folder, "--out")
-    world.wait()
+    ranks.wait_for_everyone()
+    is_over = False
     try:
         yield
-    except BaseException:
-        if world.size > 1:
-            raise  # others may be writing: the lock goes when the launcher has ended all
-        _release(lock, folder, made)
+        is_over = True
+    finally:
+        # With several, others may be writing: the lock goes when the launcher has ended all.
+        if lock is not None and (is_over or ranks.num_processes == 1):
+            lock.release(remove=True)
+            if made and not any(folder.iterdir()):
+                with suppress(OSError):
+                    folder.rmdir()
+
+
+def _ask_all(plans: Sequence[ModelPlan], out: Path, about: Record, ranks: Any) -> Record:
+    """Ask every model; each process does its part of what is missing."""
+    weights = {plan.model.name: plan.model.weights for plan in plans}
+    store = Store(out, about, weights)
+    # Of each: units of which a sample is missing, and run.json's record as it was before.
+    held = [(plan.missing(store), store.noted(plan.model)) for plan in plans]
+    order = [key for plan in plans for key in plan.order]
+    ranks.wait_for_everyone()  # nobody writes before all have read
+    if ranks.is_main_process and store.has_parts:
+        store.merge(order)
+    ranks.wait_for_everyone()  # nor before what earlier processes wrote is safe
+    done: list[ModelPlan] = []
+    total = len(order) + sum(len(plan.windows) for plan in plans)
+    try:
+        with tqdm(total=total, unit="sample", disable=not ranks.is_main_process) as bar:
+            for plan, (units, known) in zip(plans, held, strict=True):
+                _ask(plan, units, known, store, ranks, bar)
+                done.append(plan)
+    except Exception:
+        if done and ranks.num_processes == 1:
+            _report(done, store)
         raise
-    _release(lock, folder, made)
+    finally:
+        store.close()
+    ranks.wait_for_everyone()
+    if not ranks.is_main_process:
+        return {}
+    if ranks.num_processes > 1:
+        store = Store(out, about, weights)
+        store.merge(order)
+    return _report(plans, store)
 
 
-def _release(lock: RunLock | None, folder: Path, made: bool) -> None:
-    if lock is not None:
-        lock.release(remove=True)
-        if made and not any(folder.iterdir()):
-            with suppress(OSError):
-                folder.rmdir()
+def _report(plans: Sequence[ModelPlan], store: Store) -> Record:
+    models, found = [], {}
+    for plan in plans:
+        name, written = plan.model.name, _losses_of(plan, store)
+        windows = written.known(plan.windows)
+        found[name] = written.read(windows)
+        checks = store.noted(plan.model)["checks"]
+        models.append(_record(plan, checks) | {"windows": windows})
+    samples = [store.done[key] for plan in plans for key in plan.order]
+    summary = summarise(samples, models, store.about, found)
+    report.write(store.folder, summary)
+    return summary
 
 
-class _Run:
-    """What the processes do: each its part of the units that are missing."""
+def _losses_of(plan: ModelPlan, store: Store) -> Losses:
+    return Losses(store.folder, [plan.model.name, plan.model.weights, store.config])
 
-    def __init__(self, settings: Settings, world: World, asked: Sequence[Plan], text: Any):
-        self.settings, self.world, self.asked = settings, world, asked
-        self.config = settings.digest(text.sha256)
-        self.weights = {plan.subject.name: plan.subject.weights for plan in asked}
-        self.kept = Store(settings.out, self.config, self.weights)
-        for plan in asked:
-            plan.agree(self.kept)
-        self.known = run_file.read(settings.out)
-        self.versions = {
-            name.replace("-", "_"): importlib.metadata.version(name) for name in PACKAGES
-        }
-        self.about = {
-            "config": self.config, "seed": settings.grid.seed,
-            "haystack": text.name + (", repeated" if settings.repeat_haystack else ""),
-            "dtype": settings.dtype, "device": torch.device(settings.device).type,
-            "scores": list(settings.scores), "versions": self.versions,
-        }  # fmt: skip
 
-    def go(self) -> dict[str, Any]:
-        """Ask every model; the first process returns the summary, the others {}."""
-        order = [key for plan in self.asked for key in plan.order]
-        self.world.wait()  # nobody writes before all have read
-        if self.world.is_first and self.kept.has_parts:
-            self.kept.merge(order)
-        self.world.wait()  # nor before what earlier processes wrote is safe
-        done: list[Plan] = []
-        total = len(order) + sum(len(plan.windows) for plan in self.asked)
-        try:
-            with tqdm(total=total, unit="sample", disable=not self.world.is_first) as bar:
-                for plan in self.asked:
-                    self._ask(plan, bar)
-                    done.append(plan)
-        except Exception:
-            if done and self.world.size == 1:
-                self._report(done)
-            raise
-        finally:
-            self.kept.close()
-        self.world.wait()
-        if not self.world.is_first:
-            return {}
-        if self.world.size > 1:
-            self.kept = Store(self.settings.out, self.config, self.weights)
-            self.kept.merge(order)
-        return self._report(self.asked)
-
-    def _report(self, asked: Sequence[Plan]) -> dict[str, Any]:
-        known = {model["name"]: model for model in run_file.read(self.settings.out)["models"]}
-        models, found = [], {}
-        for plan in asked:
-            name, written = plan.subject.name, self._losses(plan.subject)
-            own = self._about(plan, known[name]["checks"])
-            own["windows"] = written.known(own["windows"])
-            found[name] = written.read(own["windows"])
-            models.append(own)
-        samples = [self.kept.done[key] for plan in asked for key in plan.order]
-        summary = summarise(samples, models, self.about, found)
-        report.write(self.settings.out, summary)
-        return summary
-
-    def _losses(self, subject: Subject) -> Losses:
-        return Losses(self.settings.out, [subject.name, subject.weights, self.config])
-
-    def _ask(self, plan: Plan, bar: tqdm) -> None:
-        """Score a model's missing samples, read its missing windows."""
-        subject, rank, size = plan.subject, self.world.rank, self.world.size
-        units, written = plan.missing(self.kept), self._losses(subject)
-        unread = plan.windows.keys() - written.known(plan.windows)
-        # By their number, since other processes may be writing already.
-        mine = [window for window in list(plan.windows)[rank::size] if window in unread]
-        done = sum(key in self.kept.done for key in plan.order)
-        bar.update(done + len(plan.windows) - len(unread))
-        checks = (self._known(subject) or {}).get("checks")
-        if not (units or unread or checks is None):
-            self._note(plan, checks)
-            return
-        bar.set_description(subject.name[-30:])
-        dtype = getattr(torch, self.settings.dtype)
-        model = subject.load(dtype, self.world.device(self.settings.device))
-        try:
+def _ask(
+    plan: ModelPlan, units: Sequence[Unit], known: Record | None, store: Store, ranks: Any, bar: Any
+) -> None:
+    """Score a model's missing samples, read its missing windows."""
+    name, rank, size = plan.model.name, ranks.process_index, ranks.num_processes
+    written = _losses_of(plan, store)
+    unread = plan.windows.keys() - written.known(plan.windows)
+    # By their number, since other processes may be writing already.
+    mine = [window for window in list(plan.windows)[rank::size] if window in unread]
+    bar.update(sum(key in store.done for key in plan.order) + len(plan.windows) - len(unread))
+    checks = (known or {}).get("checks")
+    model = None
+    try:
+        if units or unread or checks is None:
+            bar.set_description(name[-30:])
+            model = plan.model.load(getattr(torch, store.about["dtype"]), plan.how.device)
             if checks is None or units:
-                checks = self._check(model, plan)
-            self._note(plan, checks)
-            self._score(model, plan, units[rank::size], bar)
-            for window in mine:
-                found = losses(model, plan.windows[window])
-                if not found.isfinite().all():
-                    raise NoNumbers("a loss is not a number")
-                written.write(window, found)
-                bar.update()
-        except NoCache as error:
-            raise BadInput(f"{subject.name}: {error}: it cannot be evaluated") from None
-        except NoNumbers as error:
-            raise ChecksFailed(f"{subject.name}: {error}") from None
-
-    def _check(self, model: Any, plan: Plan) -> dict[str, Any]:
-        """At the shortest and the longest prompts of the first task, each beside another."""
-        grid = plan.grid
-        spec, depth = grid.specs[0], grid.depths[len(grid.depths) // 2]
-        found = []
-        for length in dict.fromkeys([grid.lengths[0], grid.lengths[-1]]):
-            probe, other = (
-                plan.builder.build(
-                    spec, length=length, depth=depth if spec.has_depth else None,
-                    seed=grid.seed, index=index,
-                )
-                for index in range(2)
-            )  # fmt: skip
-            found.append(check(model, probe, other, brief=bool(found)))
-        checks = Checks.worst(found)
-        if any(map(math.isnan, checks.failed.values())):
-            raise ChecksFailed(f"{plan.subject.name}: its log-probabilities are not numbers")
-        if checks.failed and self.settings.checks == "stop":
-            raise ChecksFailed(
-                f"{plan.subject.name}: an answer read at once and one read otherwise differ, "
-                + ", ".join(f"{name} by {value:.3g}" for name, value in checks.failed.items())
-                + f" nats, expected at most {checks.tolerance:g}: its scores cannot be believed; "
-                "--checks record evaluates it all the same"
-            )
-        return checks.record()
-
-    def _note(self, plan: Plan, checks: dict[str, Any] | None) -> None:
-        """The model in run.json, with what earlier runs found of it."""
-        if not self.world.is_first:
+                checks = _checked(model, plan)
+        if ranks.is_main_process:
+            _note(plan, checks, known, store)
+        if model is None:
             return
-        model, known = self._about(plan, checks), self._known(plan.subject)
-        if known:
-            model["extrapolates"] |= known["extrapolates"]
-            model["windows"] = model["windows"] or known["windows"]
-            if known["checks"] and not known["checks"]["passed"]:
-                model["checks"] = known["checks"]
-        run_file.write(self.settings.out, self.about, [model])
+        part = rank if size > 1 else None
+        for lines in _scored(model, plan, units[rank::size], store, ranks.is_main_process):
+            bar.update(store.append(lines, part=part))
+        for window in mine:
+            found = losses(model, plan.windows[window])
+            if not found.isfinite().all():
+                raise NoNumbers("a loss is not a number")
+            written.write(window, found)
+            bar.update()
+    except NoCache as error:
+        raise BadInput(f"{name}: {error}: it cannot be evaluated") from None
+    except NoNumbers as error:
+        raise ChecksFailed(f"{name}: {error}") from None
 
-    def _about(self, plan: Plan, checks: dict[str, Any] | None) -> dict[str, Any]:
-        subject = plan.subject
-        return {
-            "name": subject.name, "model": subject.path, "attn": subject.runs,
-            "weights": subject.weights, "rope": subject.rope, "positions": subject.positions,
-            "extrapolates": bool(subject.positions and plan.longest > subject.positions),
-            "prompt": "chat" if plan.builder.frame else "base",
-            "round_trips": plan.builder.round_trips, "checks": checks,
-            "windows": list(plan.windows),
-        }  # fmt: skip
 
-    def _score(self, model: Any, plan: Plan, units: Sequence[Unit], bar: tqdm) -> None:
-        subject, settings = plan.subject, self.settings
-        scorer = Scorer(model, subject.tokenizer, settings.scores)
-        observer = self._observer(model, subject) if settings.attention else None
-        part = self.world.rank if self.world.size > 1 else None
-        for unit in units:
-            samples = plan.grid.build(plan.builder, unit)
-            watched = [sample.index < settings.attention for sample in samples]
-            results = scorer.score(samples, observer=observer if any(watched) else None)
-            lines = []
-            for sample, result, seen in zip(samples, results, watched, strict=True):
-                if not seen:
-                    result.pop("attention", None)
-                lines.append(self._line(subject, model, sample, result))
-            bar.update(self.kept.append(lines, part=part))
+def _checked(model: Any, plan: ModelPlan) -> Record:
+    """Checks at the shortest and the longest prompts of the first task, each beside another."""
+    grid = plan.grid
+    spec = grid.specs[0]
+    depth = grid.depths[len(grid.depths) // 2] if spec.has_depth else None
+    found = []
+    for length in dict.fromkeys([grid.lengths[0], grid.lengths[-1]]):
+        about = {"length": length, "depth": depth, "seed": grid.seed}
+        probe, other = (plan.builder.build(spec, index=index, **about) for index in range(2))
+        found.append(check(model, probe, other, brief=bool(found)))
+    checks = worst(found)
+    if any(map(math.isnan, checks.failed.values())):
+        raise ChecksFailed(f"{plan.model.name}: its log-probabilities are not numbers")
+    if checks.failed and plan.how.strict:
+        raise ChecksFailed(
+            f"{plan.model.name}: an answer read at once and one read otherwise differ, "
+            + ", ".join(f"{name} by {value:.3g}" for name, value in checks.failed.items())
+            + f" nats, expected at most {checks.tolerance:g}: its scores cannot be believed; "
+            "--checks record evaluates it all the same"
+        )
+    return checks.record()
 
-    def _observer(self, model: Any, subject: Subject) -> Observer | None:
-        """None, and a line of it, of a model that cannot be observed."""
-        try:
-            return Observer(model)
-        except ValueError as error:
-            if self.world.is_first:
-                tqdm.write(f"{subject.name}: no attention on the needle: {error}", sys.stderr)
-            return None
 
-    def _line(self, subject: Subject, model: Any, sample: Sample, result: dict) -> dict[str, Any]:
-        judged = result.get("teacher") or result["generate"]
-        return {
-            "name": subject.name,
-            "model": subject.path,
-            "attn": attention_names(model),
-            "weights": subject.weights,
-            "rope": subject.rope,
-            "config": self.config,
-            "versions": self.versions,
-            **sample.record(),
-            "correct": judged["correct"],
-            "logprob": judged.get("logprob"),
-            **result,
-        }
+def _note(plan: ModelPlan, checks: Record | None, known: Record | None, store: Store) -> None:
+    """Write the model into run.json, with what earlier runs found of it."""
+    model = _record(plan, checks)
+    if known:
+        model["extrapolates"] |= known["extrapolates"]
+        model["windows"] = model["windows"] or known["windows"]
+        if known["checks"] and not known["checks"]["passed"]:
+            model["checks"] = known["checks"]
+    store.note(model)
 
-    def _known(self, subject: Subject) -> dict[str, Any] | None:
-        """What run.json says of these weights."""
-        if self.known is None or self.known["config"] != self.config:
-            return None
-        for model in self.known["models"]:
-            if model["name"] == subject.name and model["weights"] == subject.weights:
-                return model
-        return None
+
+def _record(plan: ModelPlan, checks: Record | None) -> Record:
+    model = plan.model
+    return {
+        "name": model.name, "model": model.path, "attn": model.runs,
+        "weights": model.weights, "rope": model.rope, "positions": model.positions,
+        "extrapolates": bool(model.positions and plan.longest > model.positions),
+        "prompt": "chat" if plan.builder.frame else "base",
+        "round_trips": plan.builder.round_trips, "checks": checks, "windows": list(plan.windows),
+    }  # fmt: skip
+
+
+def _scored(
+    model: Any, plan: ModelPlan, units: Sequence[Unit], store: Store, is_first: bool
+) -> Iterator[list[Record]]:
+    """The lines of each unit's samples."""
+    own, observer = plan.model, None
+    scorer = Scorer(model, own.tokenizer, plan.how.scores)
+    try:
+        observer = Observer(model) if plan.how.attention else None
+    except ValueError as error:
+        if is_first:
+            tqdm.write(f"{own.name}: no attention on the needle: {error}", sys.stderr)
+    asked = {
+        "name": own.name, "model": own.path, "attn": attention_names(model),
+        "weights": own.weights, "rope": own.rope, "config": store.config,
+        "versions": store.about["versions"],
+    }  # fmt: skip
+    for unit in units:
+        samples = plan.grid.build(plan.builder, unit)
+        watched = [sample.index < plan.how.attention for sample in samples]
+        results = scorer.score(samples, observer=observer if any(watched) else None)
+        lines = []
+        for sample, result, seen in zip(samples, results, watched, strict=True):
+            if not seen:
+                result.pop("attention", None)
+            judged = result.get("teacher") or result["generate"]
+            verdict = {"correct": judged["correct"], "logprob": judged.get("logprob")}
+            lines.append({**asked, **sample.record(), **verdict, **result})
+        yield lines

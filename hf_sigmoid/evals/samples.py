@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Needle:
-    """Where one needle stands: its ids are `prompt[start:stop]`.
+    """One needle in a prompt: its ids are `prompt[start:stop]`.
 
     `depth` is the share of the haystack's tokens before it (of the list's, in a list of words).
     """
@@ -24,9 +24,8 @@ class Needle:
 class Sample:
     """A prompt of exactly `length` ids; the answer comes behind them and is not counted.
 
-    `answer` is all of the answer's ids, `parts` where each thing asked for stands in it. `decoys`
-    are wrong answers of the same kind: none begins another, or the answer, so that every one is
-    told apart by its ids.
+    `decoys` are wrong answers of the answer's kind: none begins another, or the answer, so that
+    every one is told apart by its ids.
     """
 
     task: str
@@ -38,7 +37,6 @@ class Sample:
     is_chat: bool
     prompt: list[int]
     answer: list[int]
-    parts: tuple[tuple[int, int], ...]
     decoys: list[list[int]]
     needles: tuple[Needle, ...]  # in the order of the prompt
     pivot: int | None  # which of them stands at the depth asked
@@ -51,7 +49,7 @@ class Sample:
 
     @property
     def realised_depth(self) -> float | None:
-        """Of the needle that stands at the depth asked; None of a list of words."""
+        """The depth of the needle that stands at the one asked; None of a list of words."""
         return None if self.pivot is None else self.needles[self.pivot].depth
 
     @property
@@ -66,21 +64,15 @@ class Sample:
 
     @property
     def digest(self) -> str:
-        """Of all that is scored: the ids of the prompt, the answer and the decoys."""
+        """The hash of all that is scored: the ids of the prompt, the answer and the decoys."""
         ids = json.dumps([self.prompt, self.answer, self.decoys])
         return hashlib.sha256(ids.encode()).hexdigest()[:16]
 
     def record(self) -> dict[str, Any]:
-        """What a log needs, as JSON holds it: all but the ids of the prompt and the decoys."""
+        """The sample as a log holds it: all but the ids of the prompt and the decoys."""
+        same = ("task", "length", "depth", "seed", "index", "key", "haystack", "shared")
         return {
-            "task": self.task,
-            "length": self.length,
-            "depth": self.depth,
-            "seed": self.seed,
-            "index": self.index,
-            "key": self.key,
-            "haystack": self.haystack,
-            "shared": self.shared,
+            **{name: getattr(self, name) for name in same},
             "prompt_sha256": self.digest,
             "is_chat": self.is_chat,
             "prompt_tokens": len(self.prompt),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from hf_sigmoid.evals.needle_attention import Observer
+from hf_sigmoid.evals.attention import Observer
 from hf_sigmoid.evals.prefix import Prefix
 from hf_sigmoid.evals.samples import Sample
 
@@ -30,7 +30,7 @@ BEYOND = 16  # tokens that may be generated beyond the answer's, for words aroun
 
 
 class NoNumbers(ArithmeticError):
-    """What the model gives is NaN or infinite."""
+    """A model's logits or losses are NaN or infinite."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Scorer:
 
     Args:
         tokenizer: decodes what is generated.
-        scores: of `settings.SCORES`.
+        scores: `teacher`, `generate`, or both.
     """
 
     model: Any
@@ -53,56 +53,44 @@ class Scorer:
         """A result for each of some samples of one length: by score, `tokens`, `attention`.
 
         Args:
-            samples: all of one haystack, or each of its own.
+            samples: all of one haystack, which is read once and costs the first, or each of its
+                own.
             observer: also record the attention on the needles, as `attention`.
 
         Raises:
             NoCache: the model cannot go on from a prompt.
             NoNumbers: its logits are not finite.
         """
-        if samples[0].shared:
-            return self._questions(samples, observer)
-        prompts = self._tensor([sample.prompt for sample in samples])
-        prefix = Prefix.read(self.model, prompts[:, :-1])
-        results = self._behind(prefix, samples, prompts, observer)
-        for result in results:
-            result["tokens"] = prefix.tokens // len(samples)
-        return results
-
-    def _questions(
-        self, samples: Sequence[Sample], observer: Observer | None
-    ) -> list[dict[str, Any]]:
-        """Samples of one haystack, which is read once; its cost is the first one's."""
         shared = samples[0].shared
+        if not shared:
+            prompts = self._tensor([sample.prompt for sample in samples])
+            prefix = Prefix.read(self.model, prompts[:, :-1])
+            results = self._behind(prefix, samples, prompts, observer)
+            return [result | {"tokens": prefix.tokens // len(samples)} for result in results]
         prefix = Prefix.read(self.model, self._tensor([samples[0].prompt[:shared]]))
         results, before = [], 0
         for sample in samples:
             prompt = self._tensor([sample.prompt])
             with prefix.longer(prompt[:, shared:-1]) as longer:
                 (result,) = self._behind(longer, [sample], prompt, observer)
-            result["tokens"], before = prefix.tokens - before, prefix.tokens
-            results.append(result)
+            results.append(result | {"tokens": prefix.tokens - before})
+            before = prefix.tokens
         return results
 
     def _behind(
         self, prefix: Prefix, samples: Sequence[Sample], prompts: Tensor, observer: Observer | None
     ) -> list[dict[str, Any]]:
         """Results of samples whose prompts but for the last id are the prefix."""
-        results: list[dict[str, Any]] = [{} for _ in samples]
+        found: dict[str, list[Any]] = {}
         if "teacher" in self.scores:
-            for result, judged in zip(results, self._teacher(prefix, samples), strict=True):
-                result["teacher"] = judged
+            found["teacher"] = self._teacher(prefix, samples)
         if "generate" in self.scores:
-            for result, judged in zip(
-                results, self._generate(prefix, samples, prompts), strict=True
-            ):
-                result["generate"] = judged
+            found["generate"] = self._generate(prefix, samples, prompts)
         if observer is not None:
-            with observer.watching(samples) as found:
+            with observer.watching(samples) as seen:
                 prefix.logits(self._candidates(samples, [sample.answer for sample in samples]))
-            for result, seen in zip(results, found, strict=True):
-                result["attention"] = seen
-        return results
+            found["attention"] = seen
+        return [{name: each[row] for name, each in found.items()} for row in range(len(samples))]
 
     def _teacher(self, prefix: Prefix, samples: Sequence[Sample]) -> list[dict[str, Any]]:
         own = self._judge(prefix, samples, [sample.answer for sample in samples])
@@ -149,13 +137,9 @@ class Scorer:
         for sample, ids in zip(samples, new.tolist(), strict=True):
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
             found = sum(part.casefold() in text.casefold() for part in sample.answer_texts)
-            results.append(
-                {
-                    "correct": ids[: len(sample.answer)] == sample.answer,
-                    "contains": found / len(sample.answer_texts),
-                    "text": text,
-                }
-            )
+            correct = ids[: len(sample.answer)] == sample.answer
+            contains = found / len(sample.answer_texts)
+            results.append({"correct": correct, "contains": contains, "text": text})
         return results
 
     def _tensor(self, rows: Sequence[list[int]]) -> Tensor:
@@ -163,7 +147,7 @@ class Scorer:
 
 
 def judge(logits: Tensor, answers: Sequence[list[int]]) -> list[tuple[bool, float]]:
-    """Of each answer: whether all of its tokens are the likeliest, and their log-probability.
+    """A verdict on each answer: are all its tokens the likeliest, and their log-probability.
 
     Args:
         logits: `[rows, ≥ answer, vocabulary]` in float32, which predict the answers' tokens.

@@ -7,14 +7,23 @@ model.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hf_sigmoid.evals.curves import block_bootstrap, log_edges
-from hf_sigmoid.evals.intervals import clopper_pearson, effective_length, mcnemar
-from hf_sigmoid.evals.needle_attention import FIELDS
-from hf_sigmoid.evals.specs import parse
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.evals import store
+from hf_sigmoid.evals.attention import FIELDS
+from hf_sigmoid.evals.loss import Losses
+from hf_sigmoid.evals.statistics import (
+    block_bootstrap,
+    clopper_pearson,
+    effective_length,
+    log_edges,
+    mcnemar,
+)
+from hf_sigmoid.evals.templates import parse
 
 Sampled = dict[str, Any]
 
@@ -24,13 +33,57 @@ HARNESS_STEPS = {"vt": 30, "cwe": 120, "fwe": 50}
 HARNESS_STEPS |= dict.fromkeys(("single", "multikey", "multivalue", "multiquery", "passkey"), 128)
 
 
+def merged(folders: Sequence[Path]) -> dict[str, Any]:
+    """The summary of all samples of some folders.
+
+    Raises:
+        BadInput: folders without samples, or of evaluations that asked otherwise.
+    """
+    samples: dict[store.Key, Sampled] = {}
+    models: dict[str, dict[str, Any]] = {}
+    losses: dict[str, Any] = {}
+    first = None
+    for folder in folders:
+        if (held := store.read(folder)) is None:
+            raise BadInput(f"{folder}: expected a folder of an evaluation, found no run.json in it")
+        first = first or held
+        if held["config"] != first["config"]:
+            differing = [
+                f"{key} {first[key]!r} and {held[key]!r}"
+                for key in ("seed", "haystack", "dtype", "device", "scores")
+                if first[key] != held[key]
+            ]
+            raise BadInput(
+                f"{folders[0]} and {folder} hold evaluations that asked otherwise "
+                f"({', '.join(differing) or 'prompts or decoys'}): they cannot be compared"
+            )
+        for model in held["models"]:
+            name = model["name"]
+            known = models.setdefault(name, model | {"windows": []})
+            if known["weights"] != model["weights"]:
+                raise BadInput(f"{folder}: {name} has other weights than in another folder")
+            if known["checks"] and known["checks"]["passed"] and not model["checks"]["passed"]:
+                known["checks"] = model["checks"]
+            known["extrapolates"] |= model["extrapolates"]
+            if model["windows"] and name not in losses:
+                written = Losses(folder, [name, model["weights"], held["config"]])
+                known["windows"] = written.known(model["windows"])
+                losses[name] = written.read(known["windows"])
+        for key, sample in store.Store(folder, held, {}).done.items():
+            samples.setdefault(key, sample)
+    if not samples:
+        raise BadInput(f"{folders[0]}: expected samples of an evaluation, found none")
+    about = {key: value for key, value in first.items() if key != "models"}
+    return summarise(list(samples.values()), list(models.values()), about, losses)
+
+
 def summarise(
     samples: Sequence[Sampled],
     models: Sequence[dict[str, Any]],
     about: dict[str, Any],
     losses: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What `summary.json` holds.
+    """The content of `summary.json`.
 
     Args:
         samples: of all models, lines of samples.jsonl.
@@ -38,41 +91,42 @@ def summarise(
         about: of the run: configuration, seed, haystack, …
         losses: by model's name, `[windows, positions]`, or None.
     """
-    by_model = {
-        model["name"]: [sample for sample in samples if sample["name"] == model["name"]]
-        for model in models
-    }
-    models = [model for model in models if by_model[model["name"]]]
-    names = [model["name"] for model in models]
+    mine = {model["name"]: [] for model in models}
+    for sample in samples:
+        mine.get(sample["name"], []).append(sample)
+    models = [model for model in models if mine[model["name"]]]
+    base, *others = models or [None]
     seed = about["seed"]
-    shortest = _shortest(by_model.values())
+    shortest = _shortest(mine.values())
+    found = []
+    for model in models:
+        own = mine[model["name"]]
+        pooled = _grouped(own, "task", "length")
+        found.append(
+            {
+                **{key: value for key, value in model.items() if key != "windows"},
+                "cells": _grouped(own, "task", "length", "depth"),
+                "lengths": pooled,
+                "effective": _effective(pooled, shortest),
+                "tokens": _tokens(own),
+                "attention": _attention(own),
+                "loss": _bands(losses.get(model["name"]), None, seed),
+            }
+        )
+    pairs = [
+        pair
+        for other in others
+        for pair in _pairs(base["name"], mine[base["name"]], other["name"], mine[other["name"]])
+    ]
+    costs = [_loss_pair(base, other, losses, seed) for other in others]
     return {
         **about,
         "tasks": _distinct(samples, "task"),
         "lengths": sorted(_distinct(samples, "length")),
         "depths": sorted(each for each in _distinct(samples, "depth") if each is not None),
-        "models": [
-            {
-                **{key: value for key, value in model.items() if key != "windows"},
-                "cells": _grouped(by_model[model["name"]], ("task", "length", "depth")),
-                "lengths": (pooled := _grouped(by_model[model["name"]], ("task", "length"))),
-                "effective": _effective(pooled, shortest),
-                "tokens": _tokens(by_model[model["name"]]),
-                "attention": _attention(by_model[model["name"]]),
-                "loss": _bands(losses.get(model["name"]), seed),
-            }
-            for model in models
-        ],
-        "pairs": [
-            pair
-            for other in names[1:]
-            for pair in _pairs(names[0], by_model[names[0]], other, by_model[other])
-        ],
-        "loss_pairs": [
-            pair
-            for model in models[1:]
-            if (pair := _loss_pair(models[0], model, losses, seed)) is not None
-        ],
+        "models": found,
+        "pairs": pairs,
+        "loss_pairs": [cost for cost in costs if cost is not None],
     }
 
 
@@ -80,20 +134,20 @@ def _distinct(samples: Iterable[Sampled], key: str) -> list:
     return list(dict.fromkeys(sample[key] for sample in samples))
 
 
-def _groups(samples: Iterable[Sampled], by: Sequence[str]) -> dict[tuple, list[Sampled]]:
+def _groups(samples: Iterable[Sampled], *by: str) -> dict[tuple, list[Sampled]]:
     """In the order of the first task, then by the other keys."""
     groups: dict[tuple, list[Sampled]] = {}
     for sample in samples:
         groups.setdefault(tuple(sample[key] for key in by), []).append(sample)
-    tasks = {task: number for number, task in enumerate(_distinct(samples, "task"))}
-    order = sorted(groups, key=lambda key: (tasks[key[0]], *(each or 0 for each in key[1:])))
+    tasks = list(dict.fromkeys(task for task, *_ in groups))
+    order = sorted(groups, key=lambda k: (tasks.index(k[0]), *(each or 0 for each in k[1:])))
     return {key: groups[key] for key in order}
 
 
-def _grouped(samples: Sequence[Sampled], by: tuple[str, ...]) -> list[dict[str, Any]]:
+def _grouped(samples: Sequence[Sampled], *by: str) -> list[dict[str, Any]]:
     return [
         {**dict(zip(by, key, strict=True)), "ruler": parse(key[0]).ruler, **_pooled(group)}
-        for key, group in _groups(samples, by).items()
+        for key, group in _groups(samples, *by).items()
     ]
 
 
@@ -101,6 +155,10 @@ def _pooled(samples: Sequence[Sampled]) -> dict[str, Any]:
     n, correct = len(samples), sum(sample["correct"] for sample in samples)
     taught = [sample["teacher"] for sample in samples if "teacher" in sample]
     written = [sample["generate"] for sample in samples if "generate" in sample]
+    generated = {
+        "correct": sum(each["correct"] for each in written),
+        "contains": math.fsum(each["contains"] for each in written) / n,
+    }
     return {
         "n": n,
         "haystacks": len(_distinct(samples, "haystack")),
@@ -109,45 +167,40 @@ def _pooled(samples: Sequence[Sampled]) -> dict[str, Any]:
         "interval_95": list(clopper_pearson(correct, n)),
         "logprob": math.fsum(each["logprob"] for each in taught) / n if taught else None,
         "first": sum(each["rank"] == 0 for each in taught) / n if taught else None,
-        "candidates": max(each["candidates"] for each in taught) if taught else None,
-        "generated": {
-            "correct": sum(each["correct"] for each in written),
-            "contains": math.fsum(each["contains"] for each in written) / n,
-        }
-        if written
-        else None,
+        "candidates": max((each["candidates"] for each in taught), default=None),
+        "generated": generated if written else None,
     }
 
 
 def _shortest(each: Iterable[Sequence[Sampled]]) -> dict[str, int | None]:
-    """By task the length that all models are held to: the shortest that every one was asked at."""
+    """The length by task that all models are held to: the shortest that every one was asked at."""
     lengths: dict[str, list[set[int]]] = {}
     for samples in each:
-        for task in _distinct(samples, "task"):
-            mine = {sample["length"] for sample in samples if sample["task"] == task}
-            lengths.setdefault(task, []).append(mine)
+        for (task,), group in _groups(samples, "task").items():
+            lengths.setdefault(task, []).append(set(_distinct(group, "length")))
     return {task: min(set.intersection(*found), default=None) for task, found in lengths.items()}
 
 
 def _effective(
     pooled: Sequence[dict[str, Any]], shortest: dict[str, int | None]
 ) -> dict[str, int | None]:
-    """None where nothing is longer than what it would be held to."""
-    counts: dict[str, dict[int, tuple[int, int]]] = {}
-    for cell in pooled:
-        counts.setdefault(cell["task"], {})[cell["length"]] = (cell["correct"], cell["n"])
+    """Effective lengths by task; None where nothing is longer than what it would be held to."""
     found = {}
-    for task, each in counts.items():
+    for (task,), cells in _groups(pooled, "task").items():
         base = shortest[task]
-        longer = {length: count for length, count in each.items() if base and length >= base}
-        found[task] = effective_length(longer) if len(longer) > 1 else None
+        counts = {
+            cell["length"]: (cell["correct"], cell["n"])
+            for cell in cells
+            if base and cell["length"] >= base
+        }
+        found[task] = effective_length(counts) if len(counts) > 1 else None
     return found
 
 
 def _tokens(samples: Sequence[Sampled]) -> list[dict[str, Any]]:
-    """What was forwarded for a task, beside what RULER's way would have been."""
+    """Tokens forwarded for each task, beside those of RULER's way."""
     found = []
-    for (task,), group in _groups(samples, ("task",)).items():
+    for (task,), group in _groups(samples, "task").items():
         forwarded = sum(sample["tokens"] for sample in group)
         steps = HARNESS_STEPS.get(parse(task).kind)
         harness = sum(sample["length"] + steps for sample in group) if steps else None
@@ -160,7 +213,7 @@ def _attention(samples: Sequence[Sampled]) -> list[dict[str, Any]]:
     """Means over the samples that were watched, by task and length."""
     watched = [sample for sample in samples if "attention" in sample]
     found = []
-    for (task, length), group in _groups(watched, ("task", "length")).items():
+    for (task, length), group in _groups(watched, "task", "length").items():
         seen = [sample["attention"] for sample in group]
         means = {
             field: [
@@ -179,30 +232,30 @@ def _pairs(
     first: str, one: Sequence[Sampled], second: str, other: Sequence[Sampled]
 ) -> list[dict[str, Any]]:
     """McNemar's test by task, at each length and over all, of the samples both were asked."""
-    # Another tokenizer or template makes another prompt under the same key: no pair.
-    right = {_asked(sample): sample["correct"] for sample in other}
-    both = [sample for sample in one if _asked(sample) in right]
+
+    def asked(sample: Sampled) -> tuple[str, str]:
+        # Another tokenizer or template makes another prompt under the same key: no pair.
+        return sample["key"], sample["prompt_sha256"]
+
+    right = {asked(sample): sample["correct"] for sample in other}
+    both = [sample for sample in one if asked(sample) in right]
     found = []
     for by in (("task",), ("task", "length")):
-        for key, group in _groups(both, by).items():
-            paired = mcnemar(
-                [sample["correct"] for sample in group], [right[_asked(s)] for s in group]
-            )
-            about = {"task": key[0], "length": key[1] if len(key) > 1 else None}
-            found.append({"first": first, "second": second, **about, **vars(paired)})
+        for (task, *length), group in _groups(both, *by).items():
+            answers = [sample["correct"] for sample in group], [right[asked(s)] for s in group]
+            about = {"task": task, "length": length[0] if length else None}
+            found.append({"first": first, "second": second, **about, **vars(mcnemar(*answers))})
     return found
 
 
-def _asked(sample: Sampled) -> tuple[str, str]:
-    return sample["key"], sample["prompt_sha256"]
-
-
-def _bands(losses: Any, seed: int) -> list[dict[str, Any]]:
+def _bands(losses: Any, edges: Sequence[int] | None, seed: int) -> list[dict[str, Any]]:
+    """Bands between some edges; None: even ones in log position."""
     if losses is None:
         return []
     array = np.asarray(losses)
     generator = np.random.default_rng(seed)
-    return [vars(b) for b in block_bootstrap(array, log_edges(array.shape[1]), generator=generator)]
+    found = block_bootstrap(array, edges or log_edges(array.shape[1]), generator=generator)
+    return [vars(band) for band in found]
 
 
 def _loss_pair(
@@ -220,16 +273,10 @@ def _loss_pair(
     length, positions = difference.shape[1], first["positions"]
     beyond = positions is not None and positions < length
     short, long = (positions, positions) if beyond else (max(1, length // 4), length // 2)
-
-    def band(start: int, stop: int) -> dict[str, Any]:
-        generator = np.random.default_rng(seed)
-        (found,) = block_bootstrap(difference, [start, stop], generator=generator)
-        return vars(found)
-
     return {
         "first": first["name"],
         "second": second["name"],
-        "bands": _bands(difference, seed),
-        "short": band(0, short),
-        "long": band(long, length),
+        "bands": _bands(difference, None, seed),
+        "short": _bands(difference, [0, short], seed)[0],
+        "long": _bands(difference, [long, length], seed)[0],
     }

@@ -14,7 +14,7 @@ import datasets
 import evaluate
 
 from hf_sigmoid.evals import clopper_pearson
-from hf_sigmoid.evals.answers import written
+from hf_sigmoid.evals.encoding import written
 
 _CITATION = """\
 @article{hsieh2024ruler,
@@ -86,7 +86,7 @@ class NeedleScore(evaluate.Metric):
 
 
 def _score(prediction: str, parts: Sequence[str]) -> tuple[bool, float]:
-    """Whether the prediction begins with the answer, and what share of its parts it holds."""
+    """Two scores: does the prediction begin with the answer, and the share of parts it holds."""
     begins = prediction.strip().startswith(written(tuple(parts)).strip())
     said = prediction.lower()
     return begins, sum(part.lower() in said for part in parts) / len(parts)

@@ -1,17 +1,21 @@
-"""A text as the ids of one tokenizer, with the places where its sentences begin.
+"""A text as the ids of one tokenizer, and needles among its sentences.
 
 Needles go where a sentence begins, and a prompt takes a window of the ids: nothing is encoded
-again, so no length can change. `conversions/haystack.py` has the same idea for one task; this one
-also knows full stops without a blank behind them (Chinese, Japanese), capitals of any script, and
-titles such as "Mr.", which end no sentence.
+again, so no length can change. A sentence ends at full stops of any script, with a blank behind
+them or (Chinese, Japanese) without, and not at titles such as "Mr.".
 """
 
 import bisect
 import itertools
 import random
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
+
+from hf_sigmoid.evals.samples import Needle
+from hf_sigmoid.evals.templates import Fact, Template
+
+NEAR = 0.05  # of the window, that a needle may stand off its depth to be apart from another
 
 # A full stop and whatever closes a quotation or bracket: followed by a blank, or East Asian.
 # Escaped where a sign looks like an ASCII one: quotation marks, East Asian ! ? and brackets.
@@ -59,7 +63,7 @@ class Haystack:
             )
 
     def __contains__(self, words: str) -> bool:
-        """Whether the text holds these words, in any case; a needle must not be there before."""
+        """True if the text holds these words, in any case; a needle must not be there before."""
         return words.casefold() in self._folded
 
     def place(self, rng: random.Random, before: int, after: int) -> int:
@@ -100,7 +104,7 @@ class Haystack:
 
 
 def _begins_word(text: str, start: int) -> bool:
-    """Whether a token that starts here begins a word, with its blank or behind it."""
+    """True if a token that starts here begins a word, with its blank or behind it."""
     return text[start].isspace() or not start or text[start - 1].isspace()
 
 
@@ -117,3 +121,76 @@ def _sentence_starts(text: str, offsets: list[tuple[int, int]]) -> list[int]:
         if token < len(offsets) and offsets[token][0] >= end:
             starts.append(token)
     return sorted(set(starts))
+
+
+def hide(
+    depths: Sequence[float],
+    facts: Sequence[Fact],
+    needles: list[list[int]],
+    text: Haystack,
+    *,
+    exact: int,
+    room: int,
+    offset: int,
+    rng: random.Random,
+    apart: bool = False,
+) -> tuple[list[int], list[Needle], list[int]]:
+    """A random window of `room` tokens with the needles in it.
+
+    The window begins so that a sentence starts where the needle `exact` goes. The others go to the
+    sentence starts nearest to their depths.
+
+    Args:
+        depths: of each needle.
+        needles: the ids of each fact.
+        offset: ids of the prompt before the window.
+        apart: no two at one sentence start, while there is a free one near by.
+
+    Returns:
+        Ids, the needles in the order of the ids, and which fact each of them is.
+
+    Raises:
+        ValueError: a text that is shorter than the window, or has no sentence at such a place.
+    """
+    before = round(depths[exact] * room)
+    place = text.place(rng, before, room - before)
+    start, stop = place - before, place - before + room
+    taken = {place} if apart else set()
+    places = []
+    for i, depth in enumerate(depths):
+        wanted = start + round(depth * room)
+        near = text.nearest(wanted, start, stop, taken)
+        if abs(near - wanted) > NEAR * room:
+            near = text.nearest(wanted, start, stop)
+        places.append(place if i == exact else near)
+        if apart:
+            taken.add(places[-1])
+    # Needles at one place keep their own order, and come one after another.
+    order = sorted(range(len(needles)), key=lambda i: (places[i], i))
+    ids: list[int] = []
+    placed, done = [], start
+    for i in order:
+        ids += text.ids[done : places[i]]
+        first, done = offset + len(ids), places[i]
+        ids += needles[i]
+        depth = (places[i] - start) / room
+        placed.append(Needle(first, offset + len(ids), depth, facts[i].supports, facts[i].text))
+    return ids + text.ids[done:stop], placed, order
+
+
+def draw_depths(template: Template, depth: float, rng: random.Random) -> tuple[list[float], int]:
+    """The depth of each needle, one of them exactly `depth`, and which; the others are uniform.
+
+    Of needles in order, between those of the needles before and behind the exact one.
+    """
+    count, pivot = len(template.facts), template.pivot
+    if pivot is not None and template.in_order:
+        before = sorted(rng.uniform(0, depth) for _ in range(pivot))
+        after = sorted(rng.uniform(depth, 1) for _ in range(count - pivot - 1))
+        return [*before, depth, *after], pivot
+    others = [rng.random() for _ in range(count - 1)]
+    if template.in_order:
+        others.sort()
+    if pivot is None:
+        pivot = sum(each < depth for each in others)
+    return [*others[:pivot], depth, *others[pivot:]], pivot

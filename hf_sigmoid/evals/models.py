@@ -23,7 +23,7 @@ from hf_sigmoid.rope import Change, change_rope, check_rope
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """One model under one attention function.
 
     Args:
@@ -47,7 +47,7 @@ class Subject:
     tokenizer: Any
 
     @classmethod
-    def find(cls, given: str, attn: str | None = None, rope: str | None = None) -> "Subject":
+    def find(cls, given: str, attn: str | None = None, rope: str | None = None) -> "EvaluatedModel":
         """A model that can be loaded, without loading its weights.
 
         Args:
@@ -85,7 +85,8 @@ class Subject:
         model, found = load_model(
             self.source, dtype=dtype, attn=self.attn, output_loading_info=True
         )
-        # Row numbers of a softmax checkpoint that is run as ours begin where they are defined to.
+        # The per-query terms of a softmax checkpoint that is run as ours begin where they are
+        # defined to.
         lost = [key for key in found["missing_keys"] if f".{HOLDER}." not in key]
         if lost or found["mismatched_keys"]:
             raise BadInput(
@@ -104,7 +105,7 @@ def attention_names(model: Any) -> str:
 
 
 def _change(model: Any, rope: str) -> Change:
-    """What a change of RoPE means for this model: YaRN sharpens logits unless SSMax does."""
+    """A change of RoPE for this model: YaRN sharpens logits unless SSMax does."""
     try:
         change = check_rope(model, rope, "ssmax")
     except ValueError as error:
@@ -113,7 +114,7 @@ def _change(model: Any, rope: str) -> Change:
 
 
 def _learns_positions(model: Any) -> bool:
-    """Whether a table has a row for each of the text's positions; OPT's has two more."""
+    """True if a table has a row for each of the text's positions; OPT's has two more."""
     positions = positions_of(model.config)
     return positions is not None and any(
         isinstance(module, nn.Embedding)

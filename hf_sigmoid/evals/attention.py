@@ -55,14 +55,12 @@ class Observer:
         """
         found: list[dict[str, Any]] = []
         layers: list[dict[str, Tensor] | None] = [None] * len(self.modules)
-        spans = [sample.support for sample in samples]
-        answers = [len(sample.answer) for sample in samples]
         with ExitStack() as stack:
             for config in self.configs:
                 if config._attn_implementation not in parameters.FUNCTIONS:
                     stack.enter_context(replaced([config], "eager"))
             for number, module in enumerate(self.modules):
-                note = partial(_note, layers, number, spans, answers, len(samples[0].prompt))
+                note = partial(_note, layers, number, samples)
                 stack.callback(module.register_forward_hook(note).remove)
                 stack.callback(delattr, module, ROWS)
                 setattr(module, ROWS, True)
@@ -70,15 +68,9 @@ class Observer:
         seen = [number for number, layer in enumerate(layers) if layer is not None]
         numbers = [getattr(self.modules[number], "layer_idx", number) for number in seen]
         for row, sample in enumerate(samples):
-            found.append(
-                {
-                    field: [_rounded(layers[number][field][row]) for number in seen]
-                    for field in FIELDS
-                }
-            )
-            found[-1] |= {
-                "layers": numbers, "keys": len(sample.prompt) + (len(sample.answer) - 1) / 2,
-            }  # fmt: skip
+            each = {f: [_rounded(layers[number][f][row]) for number in seen] for f in FIELDS}
+            keys = len(sample.prompt) + (len(sample.answer) - 1) / 2
+            found.append({**each, "layers": numbers, "keys": keys})
 
 
 def statistics(weights: Tensor, needle: Tensor, asked: Tensor) -> dict[str, Tensor]:
@@ -108,26 +100,21 @@ def statistics(weights: Tensor, needle: Tensor, asked: Tensor) -> dict[str, Tens
 
 
 def _note(
-    layers: list[dict[str, Tensor] | None],
-    number: int,
-    spans: Sequence[Sequence[tuple[int, int]]],
-    answers: Sequence[int],
-    length: int,
-    module: Any,
-    given: Any,
-    output: Any,
-) -> None:
+    layers: list[dict[str, Tensor] | None], number: int, samples: Sequence[Sample],
+    module: Any, given: Any, output: Any,
+) -> None:  # fmt: skip
     """A forward hook: reduce a layer's weights to what is kept of them."""
     weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
     if not isinstance(weights, Tensor) or weights.dim() != 4:
         return
     queries, keys = weights.shape[-2:]
-    first = length - 1 + queries - keys  # a sliding window's cache has forgotten the keys before
-    needle = torch.zeros(len(spans), keys, dtype=torch.bool, device=weights.device)
-    asked = torch.zeros(len(spans), queries, device=weights.device)
-    for row, (places, answer) in enumerate(zip(spans, answers, strict=True)):
-        asked[row, :answer] = 1
-        for start, stop in places:
+    # A sliding window's cache has forgotten the keys before.
+    first = len(samples[0].prompt) - 1 + queries - keys
+    needle = torch.zeros(len(samples), keys, dtype=torch.bool, device=weights.device)
+    asked = torch.zeros(len(samples), queries, device=weights.device)
+    for row, sample in enumerate(samples):
+        asked[row, : len(sample.answer)] = 1
+        for start, stop in sample.support:
             needle[row, max(0, start - first) : max(0, stop - first)] = True
     layers[number] = {k: v.cpu() for k, v in statistics(weights, needle, asked).items()}
 
