@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_sigmoid.training.parallel import local
 from hf_sigmoid.training.run_keys import Run
+from hf_sigmoid.training.sharding import local
 
 QUERY_KEY = "qk"
 
@@ -134,6 +134,13 @@ def lr_factor(
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0
     }[schedule]  # fmt: skip
     return min_ratio + (1 - min_ratio) * left
+
+
+def lr_factor_of(run: Run, step: int) -> float:
+    return lr_factor(
+        step, steps=run.steps, warmup_steps=run.warmup_steps, min_ratio=run.optim.min_lr_ratio,
+        schedule=run.optim.schedule,
+    )  # fmt: skip
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -64,7 +64,7 @@ class Packer:
         streams: int = 1,
         mine: Sequence[int] = (0,),
     ):
-        self.streams = streams
+        self.mine = mine
         # One source is read in the order that the seed alone gives.
         seeds = [f"{seed}/{i}" for i in range(len(corpus.sources))]
         parts = [
@@ -190,20 +190,17 @@ def streams_of(rank: int, ranks: int, streams: int) -> range:
 
 
 def step_batches(
-    packer: Packer, *, rank: int, ranks: int, batch_size: int, grad_accumulation: int
+    packer: Packer, batch_size: int, grad_accumulation: int
 ) -> list[dict[str, torch.Tensor]]:
-    """One rank's micro-batches of one step, from the streams that are its own.
+    """One process's micro-batches of one step, from the streams that are its own.
 
-    The blocks of a step are those of stream 0, then those of stream 1, …; a rank has a run of
+    The blocks of a step are those of stream 0, then those of stream 1, …; a process has a run of
     them, and so has a micro-batch.
     """
-    blocks = ranks * batch_size * grad_accumulation
-    assert blocks % packer.streams == 0, (blocks, packer.streams)
-    each = blocks // packer.streams
-    mine = [
-        packer.next_block(s) for s in streams_of(rank, ranks, packer.streams) for _ in [0] * each
-    ]
-    return [_batch(mine[start : start + batch_size]) for start in range(0, len(mine), batch_size)]
+    each, rest = divmod(batch_size * grad_accumulation, len(packer.mine))
+    assert not rest, (batch_size, grad_accumulation, packer.mine)
+    blocks = [packer.next_block(stream) for stream in packer.mine for _ in range(each)]
+    return [_batch(blocks[i : i + batch_size]) for i in range(0, len(blocks), batch_size)]
 
 
 def predicted_tokens(batches: list[dict[str, torch.Tensor]]) -> int:
@@ -213,6 +210,12 @@ def predicted_tokens(batches: list[dict[str, torch.Tensor]]) -> int:
 def _batch(blocks: list[Block]) -> dict[str, torch.Tensor]:
     names = ("input_ids", "position_ids", "labels")
     return {name: torch.tensor([getattr(block, name) for block in blocks]) for name in names}
+
+
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Packers' states in one, whose order does not depend on the parts'."""
+    together = {key: value for part in parts for key, value in part.items()}
+    return dict(sorted(together.items(), key=lambda item: int(item[0])))
 
 
 @torch.no_grad()

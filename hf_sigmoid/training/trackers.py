@@ -9,7 +9,7 @@ from typing import Any
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.files import write_text
 from hf_sigmoid.training.run_config import flat
-from hf_sigmoid.training.run_keys import Run
+from hf_sigmoid.training.run_keys import Distil, Run
 
 FILE = "trackers.json"  # what a resumed run needs to go on in the same place
 
@@ -28,9 +28,9 @@ def check(names: list[str] | None) -> None:
 class Trackers:
     """The trackers of a run; none asked for is none touched."""
 
-    def __init__(self, accelerator: Any, run: Run, folder: Path, done: int):
+    def __init__(self, accelerator: Any, run: Run | Distil, folder: Path, done: int):
         self.accelerator = accelerator
-        if not run.log.trackers:
+        if not isinstance(run, Run) or not run.log.trackers:
             return
         config = {key: _plain(value) for key, value in flat(run).items()}
         # Trackers are the main process's; the others must not write its file.
@@ -41,7 +41,7 @@ class Trackers:
         if self.accelerator.trackers:
             self.accelerator.log(numbers(values), step=step)
 
-    def finish(self) -> None:
+    def close(self) -> None:
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
