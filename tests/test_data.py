@@ -11,9 +11,7 @@ import multiprocessing
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -30,27 +28,14 @@ from hf_sigmoid.training import (  # noqa: E402
     held_out,
     packing,
     reading_order,
+    run_config,
+    run_keys,
     text_files,
 )
 
 
-@dataclass
-class Data:
-    """The `data` of a run's configuration."""
-
-    path: Any = None
-    dataset: str | None = None
-    subset: str | None = None
-    split: str = "train"
-    revision: str | None = None
-    field: str = "text"
-    bad_text: str = "refuse"
-    streaming: bool = False
-    mixture: Any = None
-
-
 def opened(**keys) -> corpus.Corpus:
-    return corpus.open_corpus(Data(**keys))
+    return corpus.open_corpus(run_config.checked(run_keys.Data, keys, "data"))
 
 
 def codes(document: str) -> list[int]:
@@ -150,10 +135,7 @@ def test_a_step_has_the_same_blocks_however_it_is_divided(streams):
             of = packer(texts, 8, 0, streams, mine)
             assert list(of.state()) == [str(stream) for stream in mine]
             for step in found:
-                batches = packing.step_batches(
-                    of, rank=rank, ranks=ranks, batch_size=batch_size,
-                    grad_accumulation=grad_accumulation,
-                )  # fmt: skip
+                batches = packing.step_batches(of, batch_size, grad_accumulation)
                 assert [len(batch["labels"]) for batch in batches] == (
                     [batch_size] * grad_accumulation
                 )
@@ -554,7 +536,7 @@ def test_bad_text_is_refused_with_its_place_or_replaced(
     keys, words = bad_corpora(tmp_path)[kind]
     if not known_at_the_start:  # so large a corpus is not read whole before the run
         monkeypatch.setattr(text_files, "ALL_READ", 0)
-        monkeypatch.setattr(corpus.Source, "fingerprint", lambda source: "")
+        monkeypatch.setattr(corpus.Documents, "fingerprint", lambda source: "")
 
     def blocks(**more):
         take(packer(opened(**keys, **more), 8), 9)
@@ -599,9 +581,11 @@ def test_held_out_text_is_read_like_any_other(tmp_path):
 
 def test_what_becomes_of_bad_text_is_one_of_two(tmp_path):
     file = str(write_lines(tmp_path / "a.jsonl", [{"text": "a"}]))
-    with pytest.raises(BadInput, match=r"^data\.bad_text: expected refuse or replace, got 'drop'"):
+    with pytest.raises(
+        BadInput, match=r"^data\.bad_text: expected one of refuse, replace, got 'drop'"
+    ):
         opened(path=file, bad_text="drop")
-    with pytest.raises(BadInput, match=r"^data\.mixture\[0\]\.bad_text: expected refuse or"):
+    with pytest.raises(BadInput, match=r"^data\.mixture\[0\]\.bad_text: expected one of"):
         opened(mixture=[{"path": file, "weight": 1, "bad_text": "keep"}])
     # What it does not change keeps its fingerprint.
     assert opened(path=file, bad_text="replace").fingerprint == opened(path=file).fingerprint
@@ -833,10 +817,10 @@ def bad(tmp_path_factory) -> Path:
         ({"path": "{}/good.parquet", "field": "number"},
          "good.parquet: 'number' is not text but int64"),
         ({"path": "{}/good.jsonl", "subset": "en"},
-         "data.subset: expected it with data.dataset only, got 'en'"),
-        ({"path": "{}/good.jsonl", "split": "test"}, "data.split: expected it with data.dataset"),
+         "data.subset: expected it with dataset only, got 'en'"),
+        ({"path": "{}/good.jsonl", "split": "test"}, "data.split: expected it with dataset"),
         ({"path": "{}/good.jsonl", "revision": "1"},
-         "data.revision: expected it with data.dataset"),
+         "data.revision: expected it with dataset"),
         ({"path": "{}/latin.txt", "streaming": True},
          "expected only .jsonl or only .parquet files to stream (data.streaming), got .txt"),
         ({"path": ["{}/good.jsonl", "{}/good.parquet"], "streaming": True}, "got .jsonl, .parquet"),
@@ -849,7 +833,7 @@ def bad(tmp_path_factory) -> Path:
         ({"path": "{}/body.parquet", "streaming": True}, "no column 'text'"),
         ({"streaming": True}, "data.streaming: expected false for the built-in text"),
         ({"path": "{}/good.jsonl", "dataset": "x"},
-         "data.path and data.dataset: expected one of them, got both"),
+         "data.path and dataset: expected one source, got path and dataset"),
         ({"dataset": "{}/absent"}, "data.dataset: no such folder: {}/absent"),
         ({"dataset": "./absent"}, "data.dataset: no such folder: ./absent"),
         ({"dataset": "{}/good.jsonl"}, "a file is given as data.path"),
@@ -865,31 +849,31 @@ def bad(tmp_path_factory) -> Path:
         ({"dataset": "{}/set", "field": "number"}, "data.dataset: 'number' is not text but int64"),
         ({"dataset": "{}/set_broken"}, "train.jsonl line 3 is not JSON"),
         ({"dataset": "{}/set_broken", "streaming": True}, "train.jsonl line 3 is not JSON"),
-        ({"mixture": []}, "data.mixture: expected a list of sources, got []"),
-        ({"mixture": {"path": "x"}}, "data.mixture: expected a list of sources"),
+        ({"mixture": []}, "data.mixture: expected a list with something in it, got []"),
+        ({"mixture": {"path": "x"}}, "data.mixture: expected a list of keys and values"),
         ({"mixture": ["x"]}, "data.mixture[0]: expected keys and values, got 'x'"),
         ({"mixture": [{"path": "builtin", "weight": 1}, {"pth": "x", "weight": 1}]},
          "data.mixture[1]: unknown key 'pth'; the nearest known key is 'path'"),
         ({"mixture": [{"weight": 1}]},
          "data.mixture[0]: expected a path or a dataset, got neither"),
         ({"mixture": [{"path": "builtin"}]},
-         "data.mixture[0].weight: expected a positive number, got None"),
+         "data.mixture[0].weight: expected float, got None"),
         ({"mixture": [{"path": "builtin", "weight": 0}]}, "expected a positive number, got 0"),
         ({"mixture": [{"path": "builtin", "weight": True}]}, "weight: expected float, got True"),
         ({"mixture": [{"path": "builtin", "weight": "a"}]}, "weight: expected float, got 'a'"),
-        ({"mixture": [{"path": "builtin", "weight": float("nan")}]}, "positive number, got nan"),
+        ({"mixture": [{"path": "builtin", "weight": float("nan")}]}, "weight: expected a finite number, got nan"),
         ({"mixture": [{"path": {}, "weight": 1}]},
-         "data.mixture[0].path: expected str | list[str] | null, got {"),
+         "data.mixture[0].path: expected str or a list of str or null, got {"),
         ({"mixture": [{"path": [3], "weight": 1}]}, "data.mixture[0].path: expected"),
         ({"mixture": [{"dataset": ["a"], "weight": 1}]},
-         "data.mixture[0].dataset: expected str | null"),
+         "data.mixture[0].dataset: expected str or null"),
         ({"mixture": [{"path": "x", "streaming": "yes", "weight": 1}]},
          "data.mixture[0].streaming: expected bool, got 'yes'"),
         ({"mixture": [{"path": "{}/broken.jsonl", "weight": 1}]},
          "data.mixture[0].path: {}/broken.jsonl line 3 is not JSON"),
         ({"mixture": [{"path": "{}/missing.jsonl", "weight": 1}]}, "(data.mixture[0].field)"),
         ({"mixture": [{"path": "builtin", "weight": 1}], "path": "x"},
-         "data.path: expected it in the sources of data.mixture, got both"),
+         "data.path: expected it in the sources of mixture, got both"),
         ({"mixture": [{"path": "builtin", "weight": 1}], "field": "body"},
          "data.field: expected it in"),
     ],
@@ -932,16 +916,6 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "open", refuse, raising=False)
     with pytest.raises(BadInput, match=r"data\.path: cannot read .*a\.jsonl: Permission denied"):
         opened(path=str(file))
-
-
-def test_an_epoch_is_known_of_one_source_that_is_not_streamed(shards):
-    for data in (
-        Data(path=str(shards), streaming=True),
-        Data(mixture=[{"path": "builtin", "weight": 1}]),
-    ):
-        with pytest.raises(BadInput, match=r"train\.steps: expected a number of steps, got null"):
-            corpus.open_corpus(data, steps_known=False)
-    assert corpus.open_corpus(Data(), steps_known=False)
 
 
 def test_a_source_that_fills_no_block_is_refused(tmp_path):

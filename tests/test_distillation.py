@@ -35,6 +35,8 @@ from hf_sigmoid.training import (  # noqa: E402
     checkpointing,
     distil,
     distillation,
+    distilling,
+    run_log,
 )
 
 BLOCK = 32
@@ -358,14 +360,14 @@ def test_low_rank_changes_resume_and_go_on_end_to_end(
             "end_to_end.steps": 4, "checkpoint.every": 0}  # fmt: skip
     argv = arguments(converted, corpus_file, tmp_path / "whole", **keys)
     distil.main(argv)
-    write = distil.RunLog.write
+    write = run_log.RunLog.write
 
     def write_and_ask(self, **values):
         write(self, **values)
         if values["step"] == 5:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(distil.RunLog, "write", write_and_ask)
+    monkeypatch.setattr(run_log.RunLog, "write", write_and_ask)
     argv = arguments(converted, corpus_file, tmp_path / "parts", **keys)
     assert distil.main(argv) is None
     monkeypatch.undo()
@@ -407,14 +409,14 @@ def test_a_signal_saves_and_the_run_goes_on(
     argv = arguments(
         converted, corpus_file, tmp_path, **{"end_to_end.steps": 6, "checkpoint.every": 0}
     )
-    write = distil.RunLog.write
+    write = run_log.RunLog.write
 
     def write_and_ask(self, **values):
         write(self, **values)
         if values["step"] == 3:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(distil.RunLog, "write", write_and_ask)
+    monkeypatch.setattr(run_log.RunLog, "write", write_and_ask)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     if number == signal.SIGINT:
         with pytest.raises(KeyboardInterrupt, match="step 4 is saved: the same command goes on"):
@@ -520,14 +522,14 @@ def test_bad_input_is_named_and_writes_nothing(
 def test_a_resumed_run_is_of_the_same_weights(converted, corpus_file, tmp_path, monkeypatch):
     shutil.copytree(converted, tmp_path / "model")
     argv = arguments(tmp_path / "model", corpus_file, tmp_path / "out")
-    write = distil.RunLog.write
+    write = run_log.RunLog.write
 
     def write_and_ask(self, **values):
         write(self, **values)
         if values["step"] == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(distil.RunLog, "write", write_and_ask)
+    monkeypatch.setattr(run_log.RunLog, "write", write_and_ask)
     assert distil.main(argv) is None
     monkeypatch.undo()
     model = AutoModelForCausalLM.from_pretrained(converted)
@@ -642,13 +644,13 @@ def _made(converted, trains=frozenset({"numbers"})):
 def test_a_signal_in_an_evaluation_saves_that_step(converted, corpus_file, tmp_path, monkeypatch):
     (tmp_path / "held.txt").write_text(text.held_out())
     keys = {"evaluate.path": tmp_path / "held.txt", "evaluate.every": 2, "checkpoint.every": 0}
-    measure = distil.perplexity
+    measure = distilling.perplexity
 
     def ask_and_measure(*given, **options):
         os.kill(os.getpid(), signal.SIGTERM)
         return measure(*given, **options)
 
-    monkeypatch.setattr(distil, "perplexity", ask_and_measure)
+    monkeypatch.setattr(distilling, "perplexity", ask_and_measure)
     out = tmp_path / "out"
     assert distil.main(arguments(converted, corpus_file, out, **keys)) is None
     assert checkpointing.latest(out / "checkpoints").step == len(lines(out)) == 2

@@ -18,6 +18,7 @@ import commands  # isort: skip
 from hf_sigmoid.training import train  # isort: skip
 from hf_sigmoid.training import finished_model  # isort: skip
 from hf_sigmoid.training import held_out  # isort: skip
+from hf_sigmoid.training import run_log  # isort: skip
 
 WAIT = 120  # seconds, for what takes some
 EARLY = {"checkpoint.every": 0}
@@ -37,14 +38,14 @@ def _ctrl_c():
 
 
 def interrupted_after(monkeypatch, step: int, times: int) -> None:
-    write = train.RunLog.write
+    write = run_log.RunLog.write
 
     def write_and_interrupt(self, **values):
         write(self, **values)
         if values["step"] == step:
             interrupt(times)
 
-    monkeypatch.setattr(train.RunLog, "write", write_and_interrupt)
+    monkeypatch.setattr(run_log.RunLog, "write", write_and_interrupt)
 
 
 def test_the_first_saves_and_the_same_command_goes_on(tiny, corpus_file, tmp_path, monkeypatch):
@@ -88,7 +89,7 @@ def test_a_second_while_it_saves_leaves_complete_checkpoints_alone(
 def test_one_in_an_evaluation_saves_the_step_before_it(tiny, corpus_file, tmp_path, monkeypatch):
     keys = {"evaluate.path": "builtin", "evaluate.every": 2, "evaluate.windows": 3, **EARLY}
     argv, calls = arguments(tiny, corpus_file, tmp_path, **keys), []
-    score = held_out._summed_loss
+    score = held_out._loss
 
     def score_and_interrupt(*given):
         calls.append(given)
@@ -96,7 +97,7 @@ def test_one_in_an_evaluation_saves_the_step_before_it(tiny, corpus_file, tmp_pa
             interrupt()
         return score(*given)
 
-    monkeypatch.setattr(held_out, "_summed_loss", score_and_interrupt)
+    monkeypatch.setattr(held_out, "_loss", score_and_interrupt)
     with pytest.raises(KeyboardInterrupt, match="evaluation of step 2, which is saved"):
         train.main(argv)
     assert len(calls) == 3 + 1 and checkpointing.latest(tmp_path / "checkpoints").step == 2
@@ -105,13 +106,13 @@ def test_one_in_an_evaluation_saves_the_step_before_it(tiny, corpus_file, tmp_pa
 def test_one_while_the_final_model_is_written_loses_nothing(
     tiny, corpus_file, tmp_path, monkeypatch
 ):
-    fill = finished_model._fill
+    fill = finished_model.write
 
     def interrupt_and_fill(*given):
         interrupt()
         fill(*given)
 
-    monkeypatch.setattr(finished_model, "_fill", interrupt_and_fill)
+    monkeypatch.setattr(finished_model, "write", interrupt_and_fill)
     argv = arguments(tiny, corpus_file, tmp_path, **EARLY, **{"train.steps": 2})
     assert train.main(argv) == tmp_path / "final"
     assert load_file(tmp_path / "final" / "model.safetensors")
@@ -181,13 +182,13 @@ runpy.run_path(script, run_name="__main__")
     ("script", "moment"),
     [
         ("continue_pretrain.py", "torch"),
-        ("continue_pretrain.py", "prepared.load_model"),
+        ("continue_pretrain.py", "prepare.load_model"),
         ("continue_pretrain.py --dry-run", "dry_run.one_step"),
         ("distil_attention.py", "corpus.open_corpus"),
         ("heal_smollm2.py", "torch"),
         ("demo.py", "torch"),
         ("stability.py --jobs 1", "numpy"),
-        ("overhead.py --model TINY", "prepared.load_model"),
+        ("overhead.py --model TINY", "prepare.load_model"),
         ("needle.py --models TINY --lengths 64", "torch"),
     ],
 )
@@ -234,10 +235,12 @@ def test_under_a_launcher_the_terminals_ctrl_c_saves_one_step_of_all(
 
 def test_a_script_hands_it_on_to_its_step_and_waits(tmp_path):
     step = (
-        "import pathlib, sys, time; from hf_sigmoid.training import stop_signal\n"
-        "pathlib.Path('begun').touch()\n"
-        "try: time.sleep(60)\n"
-        "except KeyboardInterrupt: time.sleep(1); pathlib.Path('saved').touch(); raise\n"
+        "import pathlib, sys, time; from hf_sigmoid.training import script\n"
+        "def main():\n"
+        "    pathlib.Path('begun').touch()\n"
+        "    try: time.sleep(60)\n"
+        "    except KeyboardInterrupt: time.sleep(1); pathlib.Path('saved').touch(); raise\n"
+        "script.run(main)\n"
     )
     outer = f"import commands, sys; commands.run(['python', '-c', {step!r}])"
     code = f"from hf_sigmoid.training import script; script.run(lambda: exec({outer!r}))"

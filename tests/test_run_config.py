@@ -68,9 +68,12 @@ def test_a_list_may_be_pasted_as_the_docs_have_it(given, key, value):
         ("optim.qk_rule=constant", "optim.qk_rule constant: expected optim.qk_tau beside it"),
         ("evaluate.windows=3", "evaluate.windows 3: expected evaluate.path beside it"),
         ("log.project=mine", "log.project mine: expected log.trackers beside it"),
-        ("log.trackers=[mlflow]", "some of tensorboard, wandb, trackio, got 'mlflow'"),
+        (
+            "log.trackers=[mlflow]",
+            "log.trackers[0]: expected one of tensorboard, wandb, trackio, got 'mlflow'",
+        ),
         ("train.parameters=lora", "lora.rank: expected a number with train.parameters=lora"),
-        ("data.mixture=[a]", "data.mixture: expected a list of dict or null"),
+        ("data.mixture=[a]", "data.mixture[0]: expected keys and values, got 'a'"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(override, words):

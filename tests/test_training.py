@@ -23,6 +23,7 @@ from hf_sigmoid.training import held_out  # isort: skip
 from hf_sigmoid.training import optimization  # isort: skip
 from hf_sigmoid.training import packing  # isort: skip
 from hf_sigmoid.training import run_config  # isort: skip
+from hf_sigmoid.training import run_log  # isort: skip
 from hf_sigmoid.training import update  # isort: skip
 from hf_sigmoid.errors import BadInput  # isort: skip
 
@@ -207,7 +208,7 @@ def test_a_killed_run_resumes_to_the_last_bit(tiny, corpus_file, uninterrupted, 
 
 def signal_after(monkeypatch, step: int, *numbers: int) -> None:
     """This process gets signals once it has logged a step."""
-    write = train.RunLog.write
+    write = run_log.RunLog.write
 
     def write_and_ask(self, **values):
         write(self, **values)
@@ -215,7 +216,7 @@ def signal_after(monkeypatch, step: int, *numbers: int) -> None:
             for number in numbers:
                 os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(train.RunLog, "write", write_and_ask)
+    monkeypatch.setattr(run_log.RunLog, "write", write_and_ask)
 
 
 def test_sigterm_saves_and_the_run_goes_on(
@@ -465,7 +466,7 @@ def test_a_signal_during_evaluation_saves_and_the_evaluation_is_made_up_for(
     tiny, corpus_file, watched, tmp_path, monkeypatch
 ):
     argv = arguments(tiny, corpus_file, tmp_path / "out", attn="ssmax", **WATCHED)
-    score, calls = held_out._summed_loss, []
+    score, calls = held_out._loss, []
 
     def score_and_ask(*given):
         calls.append(1)
@@ -473,7 +474,7 @@ def test_a_signal_during_evaluation_saves_and_the_evaluation_is_made_up_for(
             os.kill(os.getpid(), signal.SIGTERM)
         return score(*given)
 
-    monkeypatch.setattr(held_out, "_summed_loss", score_and_ask)
+    monkeypatch.setattr(held_out, "_loss", score_and_ask)
     assert train.main(argv) is None
     assert len(calls) == 8  # it did not measure to the end
     monkeypatch.undo()
@@ -664,14 +665,14 @@ def test_values_reach_tensorboard_once_each_over_a_resume(tiny, corpus_file, tmp
 
     keys = {"log.trackers": "[tensorboard]", "train.steps": 5, **WATCHED, "checkpoint.every": 2}
     argv = arguments(tiny, corpus_file, tmp_path / "out", attn="ssmax", **keys)
-    write = train.RunLog.write
+    write = run_log.RunLog.write
 
     def write_and_fail(self, **values):
         write(self, **values)
         if values["step"] == 4:
             raise KeyboardInterrupt  # after it was logged here, before there is a checkpoint
 
-    monkeypatch.setattr(train.RunLog, "write", write_and_fail)
+    monkeypatch.setattr(run_log.RunLog, "write", write_and_fail)
     with pytest.raises(KeyboardInterrupt):
         train.main(argv)
     monkeypatch.undo()
@@ -770,7 +771,7 @@ def test_two_runs_do_not_write_into_one_folder(tiny, corpus_file, tmp_path):
 
 def test_a_held_out_loss_that_is_not_a_number_is_null(tiny, corpus_file, tmp_path, monkeypatch):
     values = iter([(9e9, 1.0), (float("nan"), 1.0), (float("inf"), 1.0)])
-    monkeypatch.setattr(held_out, "_summed_loss", lambda *given: next(values))
+    monkeypatch.setattr(held_out, "_loss", lambda *given: next(values))
     keys = {"evaluate.path": "builtin", "evaluate.every": 1, "evaluate.windows": 1}
     train.main(arguments(tiny, corpus_file, tmp_path, **keys, **{"train.steps": 2}))
     text = (tmp_path / "log.jsonl").read_text()

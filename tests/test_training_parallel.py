@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_sigmoid.training import checkpointing  # isort: skip
 from hf_sigmoid.training import train  # isort: skip
-from hf_sigmoid.training import parallel  # isort: skip
+from hf_sigmoid.training import layout  # isort: skip
 from hf_sigmoid.errors import BadInput  # isort: skip
 
 # With what `accelerate config` writes besides: loading on one process alone is accelerate's way.
@@ -183,7 +183,7 @@ def test_a_layout_that_would_be_wrong_is_refused(monkeypatch, world, environment
         num_processes=world, process_index=0, distributed_type=DistributedType.MULTI_GPU
     )
     with pytest.raises(BadInput) as error:
-        parallel._layout(accelerator)
+        layout.of_launch(accelerator)
     assert says in str(error.value)
 
 
@@ -207,9 +207,9 @@ def test_a_layout_is_what_the_launcher_says(monkeypatch, world, environment, exp
     accelerator = SimpleNamespace(
         num_processes=world, process_index=5 % world, distributed_type=DistributedType.MULTI_GPU
     )
-    layout = parallel._layout(accelerator)
-    assert str(layout) == expected and layout.world == world
-    assert layout.data_rank == (5 % world) // (layout.tensor * layout.context)
+    found = layout.of_launch(accelerator)
+    assert str(found) == expected and found.world == world
+    assert found.data_rank == (5 % world) // (found.tensor * found.context)
 
 
 @pytest.mark.parametrize(
@@ -261,4 +261,4 @@ def test_every_yaml_of_accelerate_is_the_layout_that_it_is_named_after(
     accelerator = SimpleNamespace(
         num_processes=world, process_index=0, distributed_type=DistributedType.MULTI_GPU
     )
-    assert str(parallel._layout(accelerator)) == layout
+    assert str(layout.of_launch(accelerator)) == layout

@@ -155,7 +155,7 @@ def _line(kind: type[BaseModel], error: Any, prefix: str, value: Any) -> str:
             return f"{key}: {_unknown(step, model.model_fields)}"
         else:
             break  # a branch
-        value = value[step] if error["type"] != "missing" or step in value else None
+        value = value.get(step) if isinstance(value, dict) else value[step]
     context, given = error.get("ctx", {}), error["input"]
     if error["type"] == "value_error":
         said = str(context["error"])
