@@ -150,10 +150,7 @@ class _Mixed:
 
     def state(self) -> dict[str, Any]:
         """The turns that each source has had, the stream's first turn counted in, and its place."""
-        return {
-            "given": list(self.given),
-            "sources": [source.state() for source in self.sources],
-        }
+        return {"given": list(self.given), "sources": [source.state() for source in self.sources]}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.given = list(state["given"])

@@ -23,7 +23,6 @@ from hf_sigmoid.training import (
     optimization,
     processes,
     sharding,
-    trackers,
     trained,
     training_plots,
 )
@@ -35,6 +34,7 @@ from hf_sigmoid.training.packing import documents_leak
 from hf_sigmoid.training.pretraining import Pretraining
 from hf_sigmoid.training.run_keys import Run
 from hf_sigmoid.training.speed import Speed
+from hf_sigmoid.training.trackers import need
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,10 @@ def check(run: Run, *, fresh: bool = False) -> Checked:
     Args:
         fresh: do not go on from a checkpoint.
     """
-    trackers.check(run.log.trackers)
-    trained.check(run)
+    for tracker in run.log.trackers or []:
+        need(tracker, "log.trackers")
+    if run.parameters == "lora":
+        need("peft", "lora.rank")
     begun = processes.begin(
         run.train.precision, log_with=run.log.trackers, project_dir=run.output_dir
     )

@@ -1,6 +1,7 @@
 """The one line that a script ends with when its input cannot be used, or it cannot go on."""
 
 import contextlib
+import multiprocessing
 import os
 import shlex
 import signal
@@ -20,7 +21,10 @@ GO_ON = "interrupted: the same command goes on from what is kept"
 
 def loading() -> contextlib.AbstractContextManager[None]:
     """Around imports that take long: Ctrl-C is one line there too."""
-    return while_loading(GO_ON)
+    if multiprocessing.parent_process() is None:
+        return while_loading(GO_ON)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the process that made this one
+    return contextlib.nullcontext()
 
 
 def run(main: Callable[[], object]) -> None:

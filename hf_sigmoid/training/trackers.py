@@ -14,15 +14,14 @@ from hf_sigmoid.training.run_keys import Distil, Run
 FILE = "trackers.json"  # what a resumed run needs to go on in the same place
 
 
-def check(names: list[str] | None) -> None:
-    """Refuse a tracker that is not installed: accelerate leaves it out without a word.
+def need(package: str, key: str) -> None:
+    """Refuse before the work what would fail, or be left out, without a package.
 
     Raises:
-        BadInput: names the package.
+        BadInput: names it.
     """
-    for name in names or []:
-        if find_spec(name) is None:
-            raise BadInput(f"log.trackers: {name} is not installed: pip install {name}")
+    if find_spec(package) is None:
+        raise BadInput(f"{key}: {package} is not installed: pip install {package}")
 
 
 class Trackers:
