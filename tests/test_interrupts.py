@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from training_runs import RECIPES, arguments, losses
 
 from hf_sigmoid.training import checkpointing  # isort: skip
-import commands  # isort: skip
+import stages  # isort: skip
 from hf_sigmoid.training import train  # isort: skip
 from hf_sigmoid.training import finished_model  # isort: skip
 from hf_sigmoid.training import held_out  # isort: skip
@@ -242,7 +242,7 @@ def test_a_script_hands_it_on_to_its_step_and_waits(tmp_path):
         "    except KeyboardInterrupt: time.sleep(1); pathlib.Path('saved').touch(); raise\n"
         "script.run(main)\n"
     )
-    outer = f"import commands, sys; commands.run(['python', '-c', {step!r}])"
+    outer = f"import stages; stages.run(['python', '-c', {step!r}])"
     code = f"from hf_sigmoid.training import script; script.run(lambda: exec({outer!r}))"
     run = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -257,10 +257,10 @@ def test_a_script_hands_it_on_to_its_step_and_waits(tmp_path):
 
 def test_a_step_that_fails_is_one_line():
     with pytest.raises(subprocess.CalledProcessError):
-        commands.run(["python", "-c", "raise SystemExit(3)"])
+        stages.run(["python", "-c", "raise SystemExit(3)"])
     code = (
-        "import commands; from hf_sigmoid.training import script; "
-        "script.run(lambda: commands.run(['python', '-c', 'exit(3)']))"
+        "import stages; from hf_sigmoid.training import script; "
+        "script.run(lambda: stages.run(['python', '-c', 'exit(3)']))"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True,

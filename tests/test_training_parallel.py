@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_sigmoid.training import checkpointing  # isort: skip
 from hf_sigmoid.training import train  # isort: skip
-from hf_sigmoid.training import layout  # isort: skip
+from hf_sigmoid.training.layout import of_launch  # isort: skip
 from hf_sigmoid.errors import BadInput  # isort: skip
 
 # With what `accelerate config` writes besides: loading on one process alone is accelerate's way.
@@ -183,7 +183,7 @@ def test_a_layout_that_would_be_wrong_is_refused(monkeypatch, world, environment
         num_processes=world, process_index=0, distributed_type=DistributedType.MULTI_GPU
     )
     with pytest.raises(BadInput) as error:
-        layout.of_launch(accelerator)
+        of_launch(accelerator)
     assert says in str(error.value)
 
 
@@ -207,7 +207,7 @@ def test_a_layout_is_what_the_launcher_says(monkeypatch, world, environment, exp
     accelerator = SimpleNamespace(
         num_processes=world, process_index=5 % world, distributed_type=DistributedType.MULTI_GPU
     )
-    found = layout.of_launch(accelerator)
+    found = of_launch(accelerator)
     assert str(found) == expected and found.world == world
     assert found.data_rank == (5 % world) // (found.tensor * found.context)
 
@@ -261,4 +261,4 @@ def test_every_yaml_of_accelerate_is_the_layout_that_it_is_named_after(
     accelerator = SimpleNamespace(
         num_processes=world, process_index=0, distributed_type=DistributedType.MULTI_GPU
     )
-    assert str(layout.of_launch(accelerator)) == layout
+    assert str(of_launch(accelerator)) == layout
