@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # numpy's matrix products, the interpreter's, are 10 times slower with more threads.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What runs put into the cache of `datasets` goes with the tests.
+_cache = tempfile.TemporaryDirectory()
+os.environ.setdefault("HF_DATASETS_CACHE", _cache.name)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from hypothesis import HealthCheck, Phase, settings

@@ -1,14 +1,11 @@
 """The corpus of a run and its blocks: what is read, in which order, and that it can go on."""
 
 import collections
-import concurrent.futures
 import csv
 import gzip
 import hashlib
 import itertools
 import json
-import multiprocessing
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -23,14 +20,15 @@ sys.path.insert(0, str(RECIPES))
 
 from hf_sigmoid import text  # noqa: E402
 from hf_sigmoid.errors import BadInput  # noqa: E402
+from hf_sigmoid.text import documents  # noqa: E402
 from hf_sigmoid.training import (  # noqa: E402
+    arrow_rows,
     corpus,
     held_out,
     packing,
     reading_order,
     run_config,
     run_keys,
-    text_files,
 )
 
 
@@ -437,12 +435,7 @@ def test_other_formats_are_the_same_corpus(forms, other_forms, name, cache):
     found = opened(path=str(other_forms / name))
     assert read(found) == list(found.sources[0]) == DOCUMENTS
     assert found.fingerprint == opened(**forms["lines"]).fingerprint
-    if name in ("a.ndjson", "a.JSONL", "a.jsonl.gz"):
-        streamed = opened(path=str(other_forms / name), streaming=True)
-        assert read(streamed) == DOCUMENTS
-    elif name == "a.csv":
-        with pytest.raises(BadInput, match=r"expected only \.jsonl or only \.parquet .* got \.csv"):
-            opened(path=str(other_forms / name), streaming=True)
+    assert read(opened(path=str(other_forms / name), streaming=True)) == DOCUMENTS
 
 
 def test_a_parsed_file_that_has_changed_is_parsed_again(tmp_path):
@@ -510,7 +503,7 @@ def bad_corpora(folder: Path) -> dict[str, tuple[dict, str]]:
         "csv": ({"path": f"{folder}/a.csv"}, "a.csv line 2 is not UTF-8 text"),
         "text": ({"path": f"{folder}/texts"}, "a.txt is not UTF-8 text"),
         "table": (table, "1.parquet row 3 is not UTF-8 text"),
-        "streamed table": ({**table, "streaming": True}, "shard 1 row 3 is not UTF-8 text"),
+        "streamed table": ({**table, "streaming": True}, "1.parquet row 3 is not UTF-8 text"),
         "saved": ({"dataset": f"{folder}/set"}, "set row 3 is not UTF-8 text"),
     }
 
@@ -535,7 +528,7 @@ def test_bad_text_is_refused_with_its_place_or_replaced(
 ):
     keys, words = bad_corpora(tmp_path)[kind]
     if not known_at_the_start:  # so large a corpus is not read whole before the run
-        monkeypatch.setattr(text_files, "ALL_READ", 0)
+        monkeypatch.setattr(arrow_rows, "ALL_READ", 0)
         monkeypatch.setattr(corpus.Documents, "fingerprint", lambda source: "")
 
     def blocks(**more):
@@ -599,30 +592,6 @@ def test_json_that_datasets_cannot_mend_says_where_it_can_be(tmp_path):
         opened(dataset=str(tmp_path), bad_text="replace")
 
 
-def test_documents_are_read_by_place_on_every_system(tmp_path, monkeypatch):
-    """Also by processes that were forked off, and by several threads."""
-    monkeypatch.delattr(os, "pread")  # as on Windows
-    texts = [f"{i} " * 200 for i in range(200)]
-    lines = opened(path=str(write_lines(tmp_path / "a.jsonl", [{"text": t} for t in texts])))
-    found = lines.sources[0]
-    assert found[7] == texts[7]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(found.__getitem__, range(200))) == texts
-    position = found._opened(found.files[0], os.getpid()).tell()
-    with multiprocessing.get_context("fork").Pool(1, _hold, (found,)) as pool:
-        assert pool.map(_held, range(20)) == texts[:20]
-    assert found._opened(found.files[0], os.getpid()).tell() == position
-
-
-def _hold(documents):
-    global _documents
-    _documents = documents
-
-
-def _held(index):
-    return _documents[index]
-
-
 def test_files_are_read_in_their_order_whatever_they_are(tmp_path):
     one = write_lines(tmp_path / "1.jsonl", [{"text": "1a"}, {"text": "1b"}])
     two = write_table(tmp_path / "2.parquet", ["2a", "2b"])
@@ -639,25 +608,31 @@ def test_the_built_in_text_is_read_where_nothing_is_given():
     assert read(opened()) == read(opened(path="builtin")) == chapters
 
 
-def test_text_is_read_without_datasets(tmp_path, monkeypatch):
+def test_the_built_in_text_is_read_without_datasets(tmp_path, monkeypatch):
     for name in [n for n in sys.modules if n.split(".")[0] in ("datasets", "pyarrow")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    lines = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
-    (tmp_path / "b.txt").write_text("b")
-    assert read(opened(path=str(tmp_path))) == ["a", "b"]
     assert len(read(opened())) == len(text.chapters(text.train()))
-    with pytest.raises(BadInput, match=r"data.path: reading a stream of files needs the package"):
-        opened(path=str(lines), streaming=True)
-    table = tmp_path / "c.parquet"
-    table.write_bytes(b"")
-    with pytest.raises(BadInput, match=r"data.path: reading Parquet files needs the package"):
-        opened(path=str(table))
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    for streaming in (False, True):
+        with pytest.raises(BadInput, match=r"data.path: reading it needs the package datasets"):
+            opened(path=str(file), streaming=streaming)
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(documents, "open_unpacked", refuse)
+    with pytest.raises(BadInput, match=r"data\.path: cannot read .*a\.jsonl: Permission denied"):
+        opened(path=str(file))
 
 
 def test_beyond_a_million_documents_blank_ones_are_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "ALL_READ", 3)
+    monkeypatch.setattr(arrow_rows, "ALL_READ", 3)
     texts = ["aa", " ", "b", "", "c"]
     write_lines(tmp_path / "a.jsonl", [{"text": each} for each in texts])
     write_table(tmp_path / "b.parquet", texts)
@@ -667,29 +642,6 @@ def test_beyond_a_million_documents_blank_ones_are_passed_over(tmp_path, monkeyp
         assert read(found) == ["aa", "b", "c"]
         epoch = take(packer(found, 4), 1)[0]
         assert sorted(epoch.input_ids) == codes("aabc")
-
-
-def test_documents_of_files_are_not_in_memory(tmp_path):
-    write_lines(tmp_path / "a.jsonl", [{"text": "first"}, {"text": "other"}])
-    lines = opened(path=str(tmp_path / "a.jsonl")).sources[0]
-    with open(tmp_path / "a.jsonl", "r+b") as file:
-        file.write(b'{"text": "later"}')
-    assert list(lines) == ["later", "other"]
-    os.truncate(tmp_path / "a.jsonl", 20)
-    with pytest.raises(BadInput, match=r"a\.jsonl has become shorter since it was opened"):
-        list(lines)
-    table = opened(path=str(write_table(tmp_path / "a.parquet", ["a", "b"]))).sources[0]
-    assert len(table.rows.cache_files) == 1
-
-
-def test_lines_are_found_wherever_a_file_is_cut_to_read_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "_CHUNK", 7)
-    rows = [{"text": "a" * i} for i in range(1, 12)]
-    file = write_lines(tmp_path / "a.jsonl", rows)
-    assert read(opened(path=str(file))) == [row["text"] for row in rows]
-    write_lines(file, [*rows, {"body": ""}])
-    with pytest.raises(BadInput, match="line 12 has no key"):
-        opened(path=str(file))
 
 
 def test_a_file_put_in_the_place_of_another_is_read(tmp_path):
@@ -821,10 +773,7 @@ def bad(tmp_path_factory) -> Path:
         ({"path": "{}/good.jsonl", "split": "test"}, "data.split: expected it with dataset"),
         ({"path": "{}/good.jsonl", "revision": "1"},
          "data.revision: expected it with dataset"),
-        ({"path": "{}/latin.txt", "streaming": True},
-         "expected only .jsonl or only .parquet files to stream (data.streaming), got .txt"),
-        ({"path": ["{}/good.jsonl", "{}/good.parquet"], "streaming": True}, "got .jsonl, .parquet"),
-        ({"path": "{}/no_text", "streaming": True}, "got no file"),
+        ({"path": "{}/no_text", "streaming": True}, "data.path: no text in {}/no_text"),
         ({"path": "{}/broken.jsonl", "streaming": True},
          "data.path: {}/broken.jsonl line 3 is not JSON"),
         ({"path": "{}/number.jsonl", "streaming": True}, "line 3: 'text' is not text"),
@@ -905,17 +854,6 @@ def test_a_split_that_was_not_saved_is_named(forms):
     with pytest.raises(BadInput, match=r"data\.subset: .* got 'en'"):
         opened(**forms["saved"], subset="en")
     assert read(opened(**forms["saved_splits"], split="test")) == DOCUMENTS[:1]
-
-
-def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
-    file = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
-
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(text_files, "open", refuse, raising=False)
-    with pytest.raises(BadInput, match=r"data\.path: cannot read .*a\.jsonl: Permission denied"):
-        opened(path=str(file))
 
 
 def test_a_source_that_fills_no_block_is_refused(tmp_path):

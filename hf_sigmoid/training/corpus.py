@@ -11,8 +11,8 @@ from typing import Any
 from hf_sigmoid import text
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.text.documents import Reading
-from hf_sigmoid.text.formats import find, format_of, title
-from hf_sigmoid.training import data_sets, run_keys, text_files
+from hf_sigmoid.text.formats import find, title
+from hf_sigmoid.training import data_sets, run_keys
 
 BUILTIN = "builtin"
 SAMPLED = 10_000  # documents whose text is in the fingerprint of a larger source
@@ -150,26 +150,13 @@ def _open(given: run_keys.Source, prefix: str) -> Documents:
     else:
         names = [given.path] if isinstance(given.path, str) else given.path
         files = find(names, key)
-        documents = (data_sets.streamed_files if given.streaming else _read)(files, reading)
+        read = data_sets.streamed_files if given.streaming else data_sets.cached_files
+        documents = read(files, reading)
         source = Documents(documents, ", ".join(map(title, names)), key, ())
         what = ", ".join(names) or "an empty list"
     if next(source.texts(), None) is None:
         raise BadInput(f"{key}: no text in {what}")
     return source
-
-
-def _read(
-    files: list[Path], reading: Reading
-) -> text_files.TextFiles | data_sets.Rows | text_files.Joined:
-    """The documents of files in their order; neighbours of one kind are read together."""
-    parts = [read(list(group), reading) for read, group in itertools.groupby(files, _reader)]
-    return parts[0] if len(parts) == 1 else text_files.Joined(parts)
-
-
-def _reader(file: Path) -> Callable[[list[Path], Reading], Any]:
-    if text_files.has_places(file):
-        return text_files.TextFiles
-    return data_sets.parquet if format_of(file) == ".parquet" else data_sets.parsed
 
 
 def _sha256(texts: Iterable[str]) -> str:
