@@ -16,9 +16,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # numpy's matrix products, the interpreter's, are 10 times slower with more threads.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# What runs put into the cache of `datasets` goes with the tests.
-_cache = tempfile.TemporaryDirectory()
-os.environ.setdefault("HF_DATASETS_CACHE", _cache.name)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from hypothesis import HealthCheck, Phase, settings
@@ -43,6 +40,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if "HF_DATASETS_CACHE" not in os.environ:  # what runs put there goes with the tests
+        cache = tempfile.TemporaryDirectory()
+        os.environ["HF_DATASETS_CACHE"] = cache.name
+        config.add_cleanup(cache.cleanup)
     settings.register_profile(
         "kernels",
         settings.default,

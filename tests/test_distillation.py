@@ -490,7 +490,7 @@ def test_two_processes_take_the_steps_of_one(converted, corpus_file, tmp_path):
         ({"teacher": "WIDER"}, "expected hidden_size 32, got 64"),
         ({"model": "ROTATED"}, "whose RoPE was changed"),
         ({"layerwise.train": "everything"}, "layerwise.train: expected one of"),
-        ({"layerwise.steps": 0}, "at least one step"),
+        ({"layerwise.steps": 0}, "expected at least 1, got 0"),
         ({"end_to_end.blend": 1.5}, "expected at most 1"),
         ({"end_to_end.kl": -1}, "expected at least 0"),
         ({"evaluate.path": "nowhere.txt"}, "evaluate.path: no such file"),

@@ -6,6 +6,8 @@ from pydantic import Field, PrivateAttr, field_serializer, model_validator
 
 from hf_sigmoid.training.kinds import Bool, Float, Int, Keys, Lengths, Paths, Text, Trackers, key
 
+_RATES = "its default with train.parameters=log_length, which has optim.log_length_lr alone"
+
 
 class Source(Keys):
     """Files, or a data set of the hub."""
@@ -21,13 +23,14 @@ class Source(Keys):
 
     @model_validator(mode="after")
     def _is_one(self) -> "Source":
-        if self.path is not None and self.dataset is not None:
+        if self.dataset is None:
+            for name in ("subset", "split", "revision"):
+                if (given := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name}: expected it with dataset only, got {given!r}")
+            if self.streaming and self.path in (None, "builtin"):
+                raise ValueError("streaming: expected false for the built-in text, got true")
+        elif self.path is not None:
             raise ValueError("path and dataset: expected one source, got path and dataset")
-        for name in ("subset", "split", "revision") if self.dataset is None else ():
-            if (given := getattr(self, name)) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: expected it with dataset only, got {given!r} without")
-        if self.streaming and self.dataset is None and self.path in (None, "builtin"):
-            raise ValueError("streaming: expected false for the built-in text, got true")
         return self
 
 
@@ -198,67 +201,51 @@ class Run(Common):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "Run":
-        self._check_effects()
-        train, optim, mixture = self.train, self.optim, self.data.mixture or []
-        if train.epochs is not None:
-            if train.steps is not None:
-                raise ValueError(
-                    f"train.steps and train.epochs: expected one of them, got {train.steps} and "
-                    f"{train.epochs}"
-                )
-            if self.data.streaming or any(source.streaming for source in mixture):
-                raise ValueError(
-                    "train.epochs: expected train.steps with data.streaming, which has no known "
-                    "length"
-                )
-            if mixture:
-                raise ValueError(
-                    "train.epochs: expected train.steps with data.mixture, whose sources end at "
-                    "different steps"
-                )
-        elif optim.warmup_steps is not None and optim.warmup_steps > self.steps:
-            raise ValueError(
-                f"optim.warmup_steps: expected at most train.steps = {self.steps}, "
-                f"got {optim.warmup_steps}"
-            )
-        if self.lora.rank is not None and self.parameters != "lora":
-            raise ValueError(
-                f"train.parameters: expected lora (or null) with lora.rank, got {train.parameters}"
-            )
-        if self.parameters == "lora" and self.lora.rank is None:
-            raise ValueError("lora.rank: expected a number with train.parameters=lora, got null")
+        train, optim, lora, watch = self.train, self.optim, self.lora, self.evaluate
+        mixture, rank = self.data.mixture or [], lora.rank is not None
+        streams = self.data.streaming or any(source.streaming for source in mixture)
+        # A key that says what nothing would do is a mistake somewhere else.
+        for name, needed, given in (
+            ("lora.alpha", "lora.rank", rank), ("lora.dropout", "lora.rank", rank),
+            ("lora.targets", "lora.rank", rank),
+            ("optim.qk_rule", "optim.qk_tau", optim.qk_tau is not None),
+            ("optim.min_lr_ratio", "a schedule that falls", optim.schedule != "constant"),
+            ("evaluate.windows", "evaluate.path", watch.path is not None),
+            ("evaluate.every", "evaluate.path or needle", watch.path or watch.needle),
+            ("evaluate.needle_samples", "evaluate.needle", watch.needle is not None),
+            ("log.project", "log.trackers", self.log.trackers),
+            ("optim.optimizer", _RATES, self.parameters != "log_length"),
+            ("optim.qk_lr_scale", _RATES, self.parameters != "log_length"),
+        ):  # fmt: skip
+            group, _, field = name.partition(".")
+            keys = getattr(self, group)
+            value = getattr(keys, field)
+            if not given and value != type(keys).model_fields[field].default:
+                end = "" if needed is _RATES else " beside it, got none"
+                raise ValueError(f"{name} {value}: expected {needed}{end}")
         control = [name for name in ("qk_tau", "qk_clip") if getattr(optim, name) is not None]
-        if self.parameters in ("lora", "log_length") and control:
-            raise ValueError(
-                f"optim.{control[0]}: expected train.parameters all or attention, got "
-                f"{self.parameters}: it controls W_Q and W_K, which do not train"
-            )
+        epochs, warmup = train.epochs is not None, optim.warmup_steps
+        for said, met in {
+            f"train.steps and train.epochs: expected one of them, got {train.steps} and "
+            f"{train.epochs}": epochs and train.steps is not None,
+            "train.epochs: expected train.steps with data.streaming, which has no known "
+            "length": epochs and streams,
+            "train.epochs: expected train.steps with data.mixture, whose sources end at different "
+            "steps": epochs and mixture,
+            f"optim.warmup_steps: expected at most train.steps = {self.steps}, got "
+            f"{warmup}": not epochs and (warmup or 0) > self.steps,
+            "train.parameters: expected lora (or null) with lora.rank, got "
+            f"{train.parameters}": rank and self.parameters != "lora",
+            "lora.rank: expected a number with train.parameters=lora, got null": self.parameters
+            == "lora"
+            and not rank,
+            f"optim.{'/'.join(control)}: expected train.parameters all or attention, got "
+            f"{self.parameters}: it controls W_Q and W_K, which do not "
+            "train": self.parameters in ("lora", "log_length") and control,
+        }.items():
+            if met:
+                raise ValueError(said)
         return self
-
-    def _check_effects(self) -> None:
-        """A key that says what nothing would do is a mistake somewhere else."""
-        lora, optim, watch, log = self.lora, self.optim, self.evaluate, self.log
-        rank, watched = lora.rank is not None, watch.path is not None
-        needs = [
-            (lora, "lora.alpha", "lora.rank", rank),
-            (lora, "lora.dropout", "lora.rank", rank),
-            (lora, "lora.targets", "lora.rank", rank),
-            (optim, "optim.qk_rule", "optim.qk_tau", optim.qk_tau is not None),
-            (optim, "optim.min_lr_ratio", "a schedule that falls", optim.schedule != "constant"),
-            (watch, "evaluate.windows", "evaluate.path", watched),
-            (watch, "evaluate.every", "evaluate.path or needle", watch.path or watch.needle),
-            (watch, "evaluate.needle_samples", "evaluate.needle", watch.needle is not None),
-            (log, "log.project", "log.trackers", log.trackers),
-        ]
-        rates = "its default with train.parameters=log_length, which has optim.log_length_lr alone"
-        for name in ("optim.optimizer", "optim.qk_lr_scale"):
-            needs.append((optim, name, rates, self.parameters != "log_length"))
-        for group, name, what, given in needs:
-            field = name.partition(".")[2]
-            value = getattr(group, field)
-            if not given and value != type(group).model_fields[field].default:
-                beside = "" if what is rates else " beside it, got none"
-                raise ValueError(f"{name} {value}: expected {what}{beside}")
 
 
 class Layerwise(Keys):
@@ -316,7 +303,5 @@ class Distil(Common):
     @model_validator(mode="after")
     def _does_something(self) -> "Distil":
         if self.steps < 1:
-            raise ValueError(
-                "layerwise.steps and end_to_end.steps: expected at least one step, got 0"
-            )
+            raise ValueError("layerwise.steps and end_to_end.steps: expected at least 1, got 0")
         return self

@@ -9,7 +9,7 @@ import torch
 
 from hf_sigmoid.context_parallel import context_parallel, split
 from hf_sigmoid.training.job import Job
-from hf_sigmoid.training.packing import IGNORED, predicted_tokens
+from hf_sigmoid.training.packing import IGNORED, model_inputs, predicted_tokens
 from hf_sigmoid.training.sharding import norm_and_clip, whole, without_reduction
 
 
@@ -51,16 +51,6 @@ def _shared_rows(
 
 
 def _summed_cross_entropy(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    # Without a mask and a cache, transformers reads the documents off position_ids.
-    logits = model(
-        input_ids=batch["input_ids"],
-        position_ids=batch["position_ids"],
-        attention_mask=None,
-        use_cache=False,
-    ).logits
-    return torch.nn.functional.cross_entropy(
-        whole(logits).float().flatten(0, 1),
-        batch["labels"].flatten(),
-        ignore_index=IGNORED,
-        reduction="sum",
-    )
+    logits = whole(model(**model_inputs(batch)).logits).float().flatten(0, 1)
+    labels = batch["labels"].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
