@@ -11,14 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 from safetensors.torch import load_file
-from training_runs import RECIPES, arguments, losses
+from training_runs import RECIPES, arguments, losses, signal_after
 
 from hf_sigmoid.training import checkpointing  # isort: skip
 import stages  # isort: skip
 from hf_sigmoid.training import train  # isort: skip
 from hf_sigmoid.training import finished_model  # isort: skip
-from hf_sigmoid.training import held_out  # isort: skip
-from hf_sigmoid.training import run_log  # isort: skip
 
 WAIT = 120  # seconds, for what takes some
 EARLY = {"checkpoint.every": 0}
@@ -37,33 +35,9 @@ def _ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
-def interrupted_after(monkeypatch, step: int, times: int) -> None:
-    write = run_log.RunLog.write
-
-    def write_and_interrupt(self, **values):
-        write(self, **values)
-        if values["step"] == step:
-            interrupt(times)
-
-    monkeypatch.setattr(run_log.RunLog, "write", write_and_interrupt)
-
-
-def test_the_first_saves_and_the_same_command_goes_on(tiny, corpus_file, tmp_path, monkeypatch):
-    whole, parts = (arguments(tiny, corpus_file, tmp_path / n, **EARLY) for n in ("whole", "parts"))
-    train.main(whole)
-    interrupted_after(monkeypatch, 3, 1)
-    with pytest.raises(KeyboardInterrupt, match="step 4 is saved: the same command goes on"):
-        train.main(parts)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert checkpointing.latest(tmp_path / "parts" / "checkpoints").step == 4
-    monkeypatch.undo()
-    assert train.main(parts) == tmp_path / "parts" / "final"
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-
-
 def test_a_second_ends_it_at_once(tiny, corpus_file, tmp_path, monkeypatch):
     argv = arguments(tiny, corpus_file, tmp_path, **EARLY)
-    interrupted_after(monkeypatch, 3, 2)
+    signal_after(monkeypatch, 3, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt) as error:
         train.main(argv)
     assert not error.value.args  # nothing was saved, and nothing else is said
@@ -86,23 +60,6 @@ def test_a_second_while_it_saves_leaves_complete_checkpoints_alone(
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step_00000003"]
 
 
-def test_one_in_an_evaluation_saves_the_step_before_it(tiny, corpus_file, tmp_path, monkeypatch):
-    keys = {"evaluate.path": "builtin", "evaluate.every": 2, "evaluate.windows": 3, **EARLY}
-    argv, calls = arguments(tiny, corpus_file, tmp_path, **keys), []
-    score = held_out._loss
-
-    def score_and_interrupt(*given):
-        calls.append(given)
-        if len(calls) == 3 + 1:  # before training, and now after step 2
-            interrupt()
-        return score(*given)
-
-    monkeypatch.setattr(held_out, "_loss", score_and_interrupt)
-    with pytest.raises(KeyboardInterrupt, match="evaluation of step 2, which is saved"):
-        train.main(argv)
-    assert len(calls) == 3 + 1 and checkpointing.latest(tmp_path / "checkpoints").step == 2
-
-
 def test_one_while_the_final_model_is_written_loses_nothing(
     tiny, corpus_file, tmp_path, monkeypatch
 ):
@@ -122,7 +79,7 @@ def test_a_shell_that_started_a_run_without_ctrl_c_keeps_it_so(
     tiny, corpus_file, tmp_path, monkeypatch
 ):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interrupted_after(monkeypatch, 1, 2)
+    signal_after(monkeypatch, 1, signal.SIGINT, signal.SIGINT)
     keys = {"train.steps": 2, **EARLY}
     assert train.main(arguments(tiny, corpus_file, tmp_path, **keys))
 

@@ -2,9 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.training import run_log
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -39,6 +47,58 @@ def losses(out: Path) -> list[float]:
 def lines(out: Path) -> list[dict]:
     """The lines of a run's log."""
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def tensors(folder: Path | str) -> dict[str, torch.Tensor]:
+    """The weights of a saved model."""
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def same_weights(one: Path | str, other: Path | str) -> bool:
+    """Whether two saved models have the same bits."""
+    ours, theirs = tensors(one), tensors(other)
+    return all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+
+
+def measured(out: Path) -> list[dict]:
+    """Everything in a log but how fast it was."""
+    fast = ("tok_s", "tok_s_process", "tflop_s", "mfu", "memory_gb")
+    return [{k: v for k, v in line.items() if k not in fast} for line in lines(out)]
+
+
+def signal_after(monkeypatch, step: int, *numbers: int) -> None:
+    """This process gets signals once it has logged a step."""
+    write = run_log.RunLog.write
+
+    def write_and_ask(self, **values):
+        write(self, **values)
+        if values["step"] == step:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(run_log.RunLog, "write", write_and_ask)
+
+
+def in_two_parts(monkeypatch, main, argv: list[str], step: int) -> Path:
+    """A run that SIGTERM stops after a step, and the same command again; the final folder."""
+    signal_after(monkeypatch, step, signal.SIGTERM)
+    assert main(argv) is None
+    monkeypatch.undo()
+    return main(argv)
+
+
+def refused(main, argv: list[str], words: str) -> None:
+    """The command is refused, and says so."""
+    with pytest.raises(BadInput) as error:
+        main(argv)
+    assert words in str(error.value)
+
+
+def killed(code: str, *given) -> None:
+    """A process that kills itself."""
+    job = [sys.executable, "-c", code, json.dumps(given)]
+    ended = subprocess.run(job, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
 def launch(
