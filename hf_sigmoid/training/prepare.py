@@ -194,26 +194,23 @@ def _refuse_another_function(run: Run, source: str) -> None:
 
 
 def _refuse_what_cannot_be_divided(run: Run, layout: Layout, model: Any) -> None:
-    if (layout.splits_weights or layout.context > 1) and run.parameters == "lora":
-        raise BadInput(
-            f"lora.rank: expected one process or data parallel with adapters, got {layout}"
+    split, size = layout.splits_weights, run.train.block_size
+    for said, met in {
+        f"lora.rank: expected one process or data parallel with adapters, got {layout}": (
+            split or layout.context > 1
         )
-    if layout.splits_weights and run.optim.optimizer == "muon":
-        raise BadInput(
-            f"optim.optimizer: expected adamw with {layout}, got muon, which orthogonalises "
-            "whole matrices"
-        )
+        and run.parameters == "lora",
+        f"optim.optimizer: expected adamw with {layout}, got muon, which orthogonalises whole "
+        "matrices": split and run.optim.optimizer == "muon",
+        f"train.block_size: expected a multiple of the {layout.context} processes that share a "
+        f"row, got {size}": size % layout.context,
+        "checkpoint.state: expected full where no weights are divided, got sharded on "
+        f"{layout}": run.checkpoint.state == "sharded" and not split,
+    }.items():
+        if met:
+            raise BadInput(said)
     if layout.context > 1:
-        if run.train.block_size % layout.context:
-            raise BadInput(
-                f"train.block_size: expected a multiple of the {layout.context} processes that "
-                f"share a row, got {run.train.block_size}"
-            )
         try:
             check_model(model)
         except hf_sigmoid.Unsupported as error:
             raise BadInput(f"parallelism_config_cp_size {layout.context}: {error}") from error
-    if run.checkpoint.state == "sharded" and not layout.splits_weights:
-        raise BadInput(
-            f"checkpoint.state: expected full where no weights are divided, got sharded on {layout}"
-        )

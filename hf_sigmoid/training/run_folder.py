@@ -110,35 +110,29 @@ def check(checkpoint: checkpointing.Checkpoint, run: Run | Distil, now: dict[str
     Args:
         now: what the manifest would say: blocks_per_step, corpus_sha256, streams, layout, sources.
     """
-    folder, manifest = checkpoint.folder, checkpoint.manifest
-    if "streams" not in manifest:
-        raise BadInput(
-            f"{folder}: expected a checkpoint of this version of the recipe, got an older one"
-        )
-    if manifest["blocks_per_step"] != now["blocks_per_step"]:
-        raise BadInput(
-            f"{folder} took {manifest['blocks_per_step']} blocks a step, expected the same of "
-            "processes × train.batch_size × train.grad_accumulation, got "
-            f"{now['blocks_per_step']}"
-        )
-    if manifest["corpus_sha256"] != now["corpus_sha256"]:
-        raise BadInput(f"data.path: the text is not the one that {folder} was trained on")
-    if manifest["streams"] != now["streams"]:
-        raise BadInput(
-            f"data.streams: expected the {manifest['streams']} of {folder}, got {now['streams']}"
-        )
-    # Parts lie as the processes that wrote them held them.
-    if checkpoint.is_sharded and manifest["layout"] != now["layout"]:
-        raise BadInput(
-            f"{folder} has a sharded state: expected the layout that wrote it, "
-            f"{manifest['layout']}, got {now['layout']} (checkpoint.state=full fits every layout)"
-        )
-    for what, expected in manifest["sources"].items():
-        if now["sources"][what] != expected:
-            raise BadInput(
-                f"model {run.model}: its {what} has changed since {folder} was written, expected "
-                "the same"
-            )
+    folder, was = checkpoint.folder, checkpoint.manifest
+    if "streams" not in was:
+        raise BadInput(f"{folder}: expected a checkpoint of this version, got an older one")
+    changed = [name for name, value in was["sources"].items() if now["sources"][name] != value]
+    for said, met in {
+        f"{folder} took {was['blocks_per_step']} blocks a step, expected the same of processes × "
+        f"train.batch_size × train.grad_accumulation, got "
+        f"{now['blocks_per_step']}": was["blocks_per_step"] != now["blocks_per_step"],
+        f"data.path: the text is not the one that {folder} was trained on": was["corpus_sha256"]
+        != now["corpus_sha256"],
+        f"data.streams: expected the {was['streams']} of {folder}, got {now['streams']}": was[
+            "streams"
+        ]
+        != now["streams"],
+        # Parts lie as the processes that wrote them held them.
+        f"{folder} has a sharded state: expected the layout that wrote it, {was['layout']}, got "
+        f"{now['layout']} (checkpoint.state=full fits every "
+        "layout)": checkpoint.is_sharded and was["layout"] != now["layout"],
+        f"model {run.model}: its {' and '.join(changed)} has changed since {folder} was written, "
+        "expected the same": changed,
+    }.items():
+        if met:
+            raise BadInput(said)
     run_log.check(folder.parents[1] / "log.jsonl", after=checkpoint.logged)
     if checkpoint.step > run.steps:
         raise BadInput(
