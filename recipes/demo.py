@@ -15,7 +15,7 @@ from hf_sigmoid.training import script
 
 with script.loading():
     import torch
-    from stages import Stages
+    from stages import Steps
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -38,7 +38,7 @@ def main() -> None:
     logging.set_verbosity_error()
     print("[1/4] SmolLM2-135M from its package", flush=True)
     models = {"softmax": checkpoint("smollm2")}
-    stages = Stages(OUT)
+    stages = Steps(OUT)
     print("[2/4] conversions, each trained on", flush=True)
     for function in FUNCTIONS:
         stages.run(

@@ -1,6 +1,6 @@
 """The cost of converting SmolLM2-135M to ssmax and to sigmoid, and its healing: `make heal`.
 
-Convert; distil the row numbers, gains and temperatures layer by layer, no projection trained; let
+Convert; distil per-query terms, gains and temperatures layer by layer, no projection trained; let
 all weights follow the softmax model; measure each on two held-out sources, and look for needles.
 Every stage is a command that a user would type, and what is there already is kept: an interrupted
 run goes on where it stopped. The table and the picture go to `conversions/results/`.
@@ -26,7 +26,7 @@ from hf_sigmoid.training import script
 
 with script.loading():
     import torch
-    from stages import Stages
+    from stages import Steps
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     out, steps = args.out, dict(zip(STEPS, args.steps, strict=True))
     texts = make_texts(out / "texts")
     held_out = {name: str(out / "texts" / f"{name}.txt") for name in (CHAPTERS, LEADS)}
-    stages = Stages(out)
+    stages = Steps(out)
 
     convert = ("hf-sigmoid", "convert", "smollm2", "OUT", "--evaluate", held_out[LEADS], "--to")
     stages.run("ssmax", *convert, "ssmax")
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def find_needles(models: dict[str, str]) -> list[dict]:
-    """How many needles softmax and the healed model find, at each length."""
+    """The needles that softmax and the healed model find, at each length."""
     tokenizer = AutoTokenizer.from_pretrained(models["softmax"])
     samples, _ = needle_prompts(
         text.austen(), tokenizer, list(WINDOWS), depths=NEEDLE_DEPTHS, samples=6, prompt="base"
@@ -237,7 +237,7 @@ def _curve(log: list[dict]) -> list[dict]:
 
 
 def markdown(results: dict) -> str:
-    """What it cost, model by model, and what the stages took."""
+    """The cost, model by model, and the seconds of the stages."""
     base = results["perplexity"]["softmax"]
     sources = list(base)
     columns = [(source, length) for source in sources for length in base[source]]

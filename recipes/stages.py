@@ -48,7 +48,7 @@ def run(command: Sequence[str]) -> None:
         raise subprocess.CalledProcessError(status, [*command])
 
 
-class Stages:
+class Steps:
     """Commands that write a folder each under `out`, how long each took, and what is measured."""
 
     def __init__(self, out: Path):
@@ -86,7 +86,7 @@ class Stages:
             write_text(self.file, json.dumps(state, indent=1))
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns, from `name.json` if it was made before."""
+        """The result of `make`, from `name.json` if it was made before."""
         file = self.out / f"{name}.json"
         if not file.exists():
             write_text(file, json.dumps(make(), indent=1))

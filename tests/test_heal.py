@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 import heal_smollm2  # noqa: E402
-from stages import Stages  # noqa: E402
+from stages import Steps  # noqa: E402
 
 from hf_sigmoid import text  # noqa: E402
 
@@ -43,12 +43,12 @@ def test_a_stage_that_is_there_is_kept_and_an_interrupted_one_adds_its_time(tmp_
         "(p / 'config.json').touch()"
     )
     (tmp_path / "perplexities.json").write_text("{}")  # of what is made anew
-    stages = Stages(tmp_path)
+    stages = Steps(tmp_path)
     stages.seconds["one"] = 100.0  # of an earlier attempt
     stages.run("one", "python", "-c", write)
     assert (tmp_path / "one" / "config.json").exists() and 100.2 < stages.seconds["one"] < 160
     assert not (tmp_path / "perplexities.json").exists()
-    again = Stages(tmp_path)
+    again = Steps(tmp_path)
     again.run("one", "python", "-c", write)  # not run: the folder is there
     assert again.seconds == stages.seconds
     with pytest.raises(SystemExit, match="was made by"):

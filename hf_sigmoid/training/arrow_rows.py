@@ -17,7 +17,7 @@ ALL_READ = 1_000_000
 _BROKEN_FILE = (ValueError, TypeError, KeyError)
 
 
-class Rows(Sequence):
+class Stored(Sequence):
     """The documents of a data set in memory-mapped Arrow files, which every process shares.
 
     Args:
@@ -40,7 +40,7 @@ class Rows(Sequence):
         return list(in_column(table.column(0), self.name, first + 1, self.reading))
 
     def _blank(self) -> np.ndarray:
-        """Whether each row holds nothing but white space, or null."""
+        """A mask of the rows that hold nothing but white space, or null."""
         import pyarrow as pa
         import pyarrow.compute as pc
 

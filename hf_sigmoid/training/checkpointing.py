@@ -173,7 +173,7 @@ def publish(
 
 
 def save_whole(folder: Path, model: Any, *, main: bool = True) -> None:
-    """What `from_pretrained` loads; every process of a divided model calls it."""
+    """Write what `from_pretrained` loads; every process of a divided model calls it."""
     model.save_pretrained(folder)
     if main:
         _drop_copies(folder, getattr(model, "all_tied_weights_keys", None) or {})

@@ -1,4 +1,4 @@
-"""What the command lines of `hf-sigmoid train` and `hf-sigmoid distil` share; it loads no torch."""
+"""The command lines of `hf-sigmoid train` and `hf-sigmoid distil`; no torch is loaded for them."""
 
 import argparse
 from collections.abc import Sequence

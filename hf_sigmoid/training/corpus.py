@@ -160,7 +160,7 @@ def _open(given: run_keys.Source, prefix: str) -> Documents:
 
 
 def _sha256(texts: Iterable[str]) -> str:
-    """Of the texts as a list in JSON, of which no more than one is held."""
+    """The hash of the texts as a list in JSON, of which no more than one is held."""
     digest = hashlib.sha256(b"[")
     for number, each in enumerate(texts):
         digest.update(b", " * (number > 0) + json.dumps(each).encode())

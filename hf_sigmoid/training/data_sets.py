@@ -16,12 +16,12 @@ from typing import Any
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.text import formats
 from hf_sigmoid.text.documents import REFUSE, REPLACE, Reading, documents
-from hf_sigmoid.training.arrow_rows import Rows, Shards, first_line
+from hf_sigmoid.training.arrow_rows import Shards, Stored, first_line
 
 _PARSED = 2  # the next number where `documents` reads another text of a file: what is cached is old
 
 
-def cached_files(files: list[Path], reading: Reading) -> Rows:
+def cached_files(files: list[Path], reading: Reading) -> Stored:
     """The documents of files, put into the Arrow files of datasets' cache once.
 
     Raises:
@@ -38,7 +38,7 @@ def cached_files(files: list[Path], reading: Reading) -> Rows:
         if isinstance(cause, BadInput):
             raise cause from None
         raise reading.error(f"cannot keep {files[0].name}: {first_line(cause)}") from error
-    return Rows(rows, reading, "what is cached of the files,")
+    return Stored(rows, reading, "what is cached of the files,")
 
 
 def streamed_files(files: list[Path], reading: Reading) -> Shards:
@@ -51,7 +51,7 @@ def streamed_files(files: list[Path], reading: Reading) -> Shards:
 def named(
     name: str, subset: str | None, split: str, revision: str | None, reading: Reading, *,
     streaming: bool,
-) -> Rows | Shards:  # fmt: skip
+) -> Stored | Shards:  # fmt: skip
     """A data set of the hub, or of a local folder (files, or what `save_to_disk` left).
 
     Raises:
@@ -105,9 +105,9 @@ def _documents(files: Sequence[Path], reading: Reading) -> Iterator[dict[str, st
     yield from ({reading.field: document} for document in itertools.chain([first], rows))
 
 
-def _rows(loaded: Any, reading: Reading, name: str) -> Rows:
+def _rows(loaded: Any, reading: Reading, name: str) -> Stored:
     _check_field(loaded.features, reading)
-    return Rows(loaded, reading, name)
+    return Stored(loaded, reading, name)
 
 
 def _shards(loaded: Any, reading: Reading) -> Shards:
@@ -123,7 +123,7 @@ def _shards(loaded: Any, reading: Reading) -> Shards:
 
 
 def _read(reading: Reading, what: str, function: Any, *given: Any, **options: Any) -> Any:
-    """What a function of datasets returns; its errors become one line."""
+    """The result of a function of datasets; its errors become one line."""
     try:
         return function(*given, **options)
     except BadInput:
@@ -145,7 +145,7 @@ def _import(reading: Reading) -> Any:
 
 
 def _saved(folder: Path, split: str, reading: Reading) -> Any:
-    """What `save_to_disk` left: the split of a folder of splits, or the only one."""
+    """The data set that `save_to_disk` left: the split of a folder of splits, or the only one."""
     loaded = _read(reading, str(folder), _import(reading).load_from_disk, str(folder))
     if not isinstance(loaded, dict):
         return loaded

@@ -51,7 +51,7 @@ class HeadScales(nn.Module):
 
 
 def attention(module: nn.Module, query: Tensor, key, value, attention_mask, **kwargs):
-    """What both models call: softmax in modules without scales, else gain · function(τ_h q, …)."""
+    """Softmax in modules without scales, else gain · function(τ_h q, …): of both models."""
 
     def of_function(name: str, query: Tensor):
         return transformers_attention.attention(

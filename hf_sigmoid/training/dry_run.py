@@ -10,7 +10,7 @@ import torch
 from hf_sigmoid.loading import from_config
 from hf_sigmoid.training import opening, optimization
 from hf_sigmoid.training.job import Job
-from hf_sigmoid.training.layout import Layout
+from hf_sigmoid.training.layout import Division
 from hf_sigmoid.training.run_keys import Run
 from hf_sigmoid.training.update import loss_and_gradients
 
@@ -32,7 +32,7 @@ def describe(job: Job, model: Any, groups: list[dict]) -> Iterator[str]:
     )
 
 
-def memory(run: Run, model: Any, layout: Layout) -> dict[str, float]:
+def memory(run: Run, model: Any, layout: Division) -> dict[str, float]:
     """Bytes on one process: float32 weights, gradients and two moments, and the activations.
 
     Activations by Korthikanti et al. 2022 (arXiv 2205.05198, equation 2) without the attention

@@ -133,7 +133,7 @@ def _shown(value: float | None) -> str:
 
 
 def _keys(run: Run) -> str:
-    """What differs from the defaults, but for places on the machine that trained."""
+    """The keys that differ from the defaults, but for places on the machine that trained."""
     default = run_config.defaults(Run)
     return "".join(
         f"{key}: {json.dumps(value)}\n"

@@ -23,7 +23,7 @@ from hf_sigmoid.training.stop_signal import StopSignal
 
 @dataclass(frozen=True)
 class Job:
-    """What the loop and every method of training see of a run; the packer is at its place.
+    """A run as the loop and every method of training see it; the packer is at its place.
 
     Attributes:
         streams: that the corpus is read in, by all processes together.
@@ -58,7 +58,7 @@ class Job:
         return packing.step_batches(self.packer, train.batch_size, train.grad_accumulation)
 
     def asked_to_stop(self) -> bool:
-        """Whether any process was sent a signal; all of them get the same answer."""
+        """Was any process sent a signal? All of them get the same answer."""
         return bool(self.processes.total(float(self.stop.asked))[0])
 
     def manifest(self) -> dict[str, Any]:

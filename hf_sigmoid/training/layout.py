@@ -1,4 +1,4 @@
-"""How the processes of a run divide weights, heads and rows, as `accelerate launch` asks for it.
+"""The division of weights, heads and rows over processes, as `accelerate launch` asks for it.
 
 Its YAML files: recipes/accelerate/. Data parallel is torch's DDP; the weights are sharded (FSDP2)
 and heads split (tensor parallel) by transformers' own plans while the checkpoint is read, so no
@@ -32,7 +32,7 @@ TWO_ON_CPU = f"{USE_CPU}=true accelerate launch --multi_gpu --num_processes 2 ..
 
 
 @dataclass(frozen=True)
-class Layout:
+class Division:
     """The sizes of each way to divide, their product the number of processes; tensor innermost."""
 
     rank: int = 0
@@ -79,7 +79,7 @@ class Layout:
         return self.fsdp or self.tensor > 1
 
     def distributed_config(self) -> DistributedConfig | None:
-        """What transformers is told; None: every process loads the whole model."""
+        """The division as transformers is told it; None: every process loads the whole model."""
         if not self.splits_weights:
             return None
         return DistributedConfig(
@@ -103,7 +103,7 @@ class Layout:
 
 
 def less_than_asked(accelerator: Accelerator) -> str:
-    """What the launch asked for and the run has not got, to be added to what it has; or nothing."""
+    """The part of what the launch asked for that the run has not got, in words; or nothing."""
     used = accelerator.num_processes
     asked = max(number("SLURM_NTASKS"), *map(number, STARTED), _asked_of_accelerate())
     gpus = torch.cuda.device_count() if accelerator.device.type == "cuda" else 0
@@ -150,7 +150,7 @@ def number(variable: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def of_launch(accelerator: Accelerator) -> Layout:
+def of_launch(accelerator: Accelerator) -> Division:
     """The layout that the launcher asks for.
 
     Raises:
@@ -188,7 +188,7 @@ def of_launch(accelerator: Accelerator) -> Layout:
     }
     if found := [said for said, wrong in refused.items() if wrong]:
         raise BadInput(found[0])
-    return Layout(rank, replicate, shard, context, tensor, fsdp)
+    return Division(rank, replicate, shard, context, tensor, fsdp)
 
 
 def is_set(variable: str) -> bool:

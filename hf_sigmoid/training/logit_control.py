@@ -155,6 +155,6 @@ class LogitControl:
             part.load_state_dict(own)
 
     def _parts(self) -> list[tuple[str, Any]]:
-        """What has a state, and the beginning of its names in a checkpoint."""
+        """The parts that have a state, by the beginning of their names in a checkpoint."""
         parts = (("quack.", self.quack), ("health.", self.look))
         return [(prefix, part) for prefix, part in parts if part is not None]

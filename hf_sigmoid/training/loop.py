@@ -29,10 +29,10 @@ class Method(Protocol):
         """One update; the values to log."""
 
     def is_due(self, number: int) -> bool:
-        """Whether there is something to evaluate after a step (0: before the first)."""
+        """Is there something to evaluate after a step (0: before the first)?"""
 
     def evaluate(self, number: int) -> dict[str, Any] | None:
-        """What is due then; None: asked to stop meanwhile."""
+        """The values that are due then; None: asked to stop meanwhile."""
 
     def line(self, values: dict[str, Any]) -> str:
         """The values of a step for the progress line."""
@@ -41,7 +41,7 @@ class Method(Protocol):
         """The name of a weight that a step has ruined, in what this process holds."""
 
     def manifest(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says of the method."""
+        """The method's part of a checkpoint's manifest."""
 
     def write_checkpoint(self, folder: Path) -> None: ...
 

@@ -60,7 +60,7 @@ def parameters(kind: str, trained: int, total: int) -> str:
 
 
 def _reading(source: Any, encode: Callable[[str], list[int]], read: int, known: int | None) -> str:
-    """How many tokens a source has, and how many of them, or how often, a run reads."""
+    """The tokens of a source, and the part of them that a run reads, or how often."""
     if known is None and source.is_streamed:
         return f"as many tokens as come, of which this run reads {read:,}"
     tokens, exact = (known, True) if known is not None else _tokens(source.documents, encode)

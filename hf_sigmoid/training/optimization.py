@@ -17,7 +17,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Every trainable parameter in exactly one group; the first rule that fits decides.
 
-    `log_length`: the attention row numbers, few and far from zero: a rate of their own, no decay.
+    `log_length`: the per-query terms, few and far from zero: a rate of their own, no decay.
     `qk`: the weights of W_Q and W_K that are named in `query_key`.
     `no_decay`: norms, biases and other vectors, and embeddings unless asked otherwise.
     `decay`: the rest; under Muon without what is no hidden matrix, which is `decay_adamw`.

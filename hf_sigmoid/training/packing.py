@@ -205,7 +205,7 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 @torch.no_grad()
 def documents_leak(model: torch.nn.Module) -> bool:
-    """Whether changing one document of a packed block changes the logits of the next one.
+    """Does changing one document of a packed block change the logits of the next one?
 
     Resetting positions is a request: an architecture or attention function that ignores it trains
     on text that runs from one document into another, and no loss curve says so.

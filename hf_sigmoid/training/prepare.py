@@ -28,7 +28,7 @@ from hf_sigmoid.training import (
 )
 from hf_sigmoid.training.held_out import HeldOut
 from hf_sigmoid.training.job import Job, check_room, open_job
-from hf_sigmoid.training.layout import Layout
+from hf_sigmoid.training.layout import Division
 from hf_sigmoid.training.logit_control import LogitControl, find_controlled, query_key_names
 from hf_sigmoid.training.packing import documents_leak
 from hf_sigmoid.training.pretraining import Pretraining
@@ -193,7 +193,7 @@ def _refuse_another_function(run: Run, source: str) -> None:
         )
 
 
-def _refuse_what_cannot_be_divided(run: Run, layout: Layout, model: Any) -> None:
+def _refuse_what_cannot_be_divided(run: Run, layout: Division, model: Any) -> None:
     split, size = layout.splits_weights, run.train.block_size
     for said, met in {
         f"lora.rank: expected one process or data parallel with adapters, got {layout}": (

@@ -24,7 +24,7 @@ class Processes:
     """One process's view of all of them. Methods without a word are called by each."""
 
     accelerator: Accelerator
-    layout: layout.Layout
+    layout: layout.Division
     context_group: Any = None  # those that share rows with this one
 
     @property
@@ -44,7 +44,7 @@ class Processes:
             tqdm.write(message, file=sys.stdout)
 
     def on_main(self, function: Callable[[], Any]) -> Any:
-        """What the main process finds, on all of them, and its BadInput too."""
+        """The main process's result on all of them, and its BadInput too."""
         if self.layout.world == 1:
             return function()
         result: list[Any] = [None, None]
@@ -71,7 +71,7 @@ class Processes:
         return tensor.tolist()
 
     def everywhere(self, value: Any) -> list[Any]:
-        """What every process has, by rank."""
+        """The values of every process, by rank."""
         if self.layout.world == 1:
             return [value]
         values: list[Any] = [None] * self.layout.world

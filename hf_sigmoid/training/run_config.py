@@ -139,7 +139,7 @@ def _unknown(key: str, known: Any) -> str:
 
 
 def _line(kind: type[BaseModel], error: Any, prefix: str, value: Any) -> str:
-    """What pydantic found, as `key: expected …, got …`."""
+    """The mistake that pydantic found, as `key: expected …, got …`."""
     # Down to the key, by the way that pydantic gives; it goes on into the branches of a union.
     annotation, field, key = kind, None, prefix
     for step in error["loc"]:

@@ -78,7 +78,7 @@ class Batch(Keys):
 
 
 class Train(Batch):
-    """How long, on how much at once, and what trains."""
+    """The length of a run, and the parameters that it trains."""
 
     steps: Int | None = key(None, "null: 100, or as many as train.epochs takes", ge=1)
     epochs: Float | None = key(None, "of the corpus, which is counted at every start", gt=0)
@@ -124,14 +124,14 @@ class Optim(Adam):
     qk_clip: Float | None = key(None, "the largest logit that a step may leave; null: any", gt=0)
 
 
-class Checkpoint(Keys):
+class Saving(Keys):
     """When the run is saved."""
 
     every: Int = key(50, "steps; 0 saves when asked to stop only", ge=0)
     keep: Int = key(2, ge=1)
 
 
-class TrainCheckpoint(Checkpoint):
+class TrainSaving(Saving):
     state: Literal["full", "sharded"] = key("full", "sharded: each writes what it holds")
 
 
@@ -159,7 +159,7 @@ class Log(Keys):
 
 
 class Common(Keys):
-    """What every run has: where it is, where it writes, and what it begins with."""
+    """The keys of every run: where it is, where it writes, and what it begins with."""
 
     model: Text = Field(min_length=1, description="a folder, a hub id, or smollm2")
     output_dir: Text = Field(min_length=1)
@@ -177,7 +177,7 @@ class Run(Common):
     optim: Optim = Optim()
     evaluate: Watch = Watch()
     log: Log = Log()
-    checkpoint: TrainCheckpoint = TrainCheckpoint()
+    checkpoint: TrainSaving = TrainSaving()
     _counted: int | None = PrivateAttr(None)
 
     def with_steps(self, steps: int) -> "Run":
@@ -288,7 +288,7 @@ class Distil(Common):
     end_to_end: EndToEnd = EndToEnd()
     optim: DistilOptim = DistilOptim()
     evaluate: Evaluate = Evaluate()
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: Saving = Saving()
 
     @property
     def steps(self) -> int:

@@ -50,7 +50,7 @@ def check(file: Path, *, after: int) -> None:
 
 
 def finite(value: Any) -> Any:
-    """What is not finite as None, in dictionaries and lists too: JSON knows no other."""
+    """Values with null for numbers that are not finite, which JSON does not know."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

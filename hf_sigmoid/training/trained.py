@@ -1,4 +1,4 @@
-"""The parameters that train: all, those of attention, the row numbers alone, or adapters."""
+"""The parameters that train: all, those of attention, the per-query terms alone, or adapters."""
 
 from pathlib import Path
 from typing import Any
