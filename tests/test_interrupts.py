@@ -5,20 +5,29 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
 from safetensors.torch import load_file
-from training_runs import RECIPES, arguments, losses, signal_after
+from training_runs import (
+    ON_CPU,
+    RECIPES,
+    WAIT,
+    arguments,
+    launcher,
+    losses,
+    signal_after,
+    started,
+    steps,
+    until,
+    workers_of,
+)  # fmt: skip
 
 from hf_sigmoid.training import checkpointing  # isort: skip
 import stages  # isort: skip
 from hf_sigmoid.training import train  # isort: skip
 from hf_sigmoid.training import finished_model  # isort: skip
 
-WAIT = 120  # seconds, for what takes some
 EARLY = {"checkpoint.every": 0}
 
 
@@ -84,32 +93,12 @@ def test_a_shell_that_started_a_run_without_ctrl_c_keeps_it_so(
     assert train.main(arguments(tiny, corpus_file, tmp_path, **keys))
 
 
-def started(*command: str, **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
-        cwd=RECIPES.parent,
-    )  # fmt: skip
-
-
 def ended(run: subprocess.Popen) -> str:
     """What was said on stderr by a run that ended as an interrupted one should."""
     _, said = run.communicate(timeout=WAIT)
     assert run.returncode == 130, said
     assert "Traceback" not in said
     return said
-
-
-def until(met, run: subprocess.Popen) -> None:
-    end = time.monotonic() + WAIT
-    while not met():
-        assert run.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
-
-
-def steps(out: Path) -> int:
-    log = out / "log.jsonl"
-    return log.read_text().count("\n") if log.exists() else 0
 
 
 # Interrupts itself when a module is imported, or a function called.
@@ -171,17 +160,9 @@ def test_under_a_launcher_the_terminals_ctrl_c_saves_one_step_of_all(
     tiny, corpus_file, tmp_path, processes
 ):
     keys = {"train.steps": 10**6, "optim.lr": 1e-5, **EARLY}
-    several = ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
-    run = started(
-        "-m", "accelerate.commands.launch", "--num_processes", str(processes), *several,
-        "--num_machines", "1", "--mixed_precision", "no", str(RECIPES / "continue_pretrain.py"),
-        *arguments(tiny, corpus_file, tmp_path, **keys), ACCELERATE_USE_CPU="true",
-    )  # fmt: skip
+    run = started(*launcher(processes), *arguments(tiny, corpus_file, tmp_path, **keys), **ON_CPU)
     until(lambda: steps(tmp_path) > 3, run)
-    workers = [
-        child for child in psutil.Process(run.pid).children(recursive=True)
-        if str(RECIPES / "continue_pretrain.py") in child.cmdline()
-    ]  # fmt: skip
+    workers = workers_of(run)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does
     _, said = run.communicate(timeout=WAIT)
     psutil.wait_procs(workers, timeout=WAIT)
