@@ -92,17 +92,6 @@ def test_packing_loses_no_token_and_labels_none_across_documents(texts, block_si
                 assert given_position == position
 
 
-@given(TEXTS, st.integers(2, 12), st.integers(0, 9), st.integers(1, 3))
-def test_a_packer_resumes_where_it_was(texts, block_size, done, streams):
-    going = packer(texts, block_size, 1, streams)
-    for stream in range(streams):
-        take(going, done + stream, stream)
-    resumed = packer(texts, block_size, 1, streams)
-    resumed.load_state(json.loads(json.dumps(going.state())))
-    for stream in range(streams):
-        assert take(resumed, 5, stream) == take(going, 5, stream)
-
-
 def test_the_order_of_one_stream_is_the_committed_runs():
     """Python's own shuffle by "seed/epoch"; what is in recipes/ was trained in this order."""
     of = packer(["a", "bb", "ccc", "dddd", "eeeee"], 15, seed=3)
@@ -258,16 +247,22 @@ def test_every_window_of_a_shard_has_an_order_of_its_own(monkeypatch):
     assert len(set(orders)) == 4
 
 
+@pytest.mark.parametrize("kind", ["documents", "shards", "mixture"])
 @pytest.mark.parametrize("window", [1, 3, 1000])
 @given(shards=SHARDS, streams=st.integers(1, 6), done=st.integers(0, 20))
 @settings(max_examples=40)
-def test_a_streamed_corpus_resumes_at_any_block(window, shards, streams, done):
+def test_a_corpus_resumes_at_any_block(kind, window, shards, streams, done):
+    own, _ = numbered(shards)
+    texts, streamed = [each for shard in own for each in shard], Streamed(own)
+    sources = {
+        "documents": Sources(texts), "shards": Sources(streamed),
+        "mixture": Sources(texts, streamed, weights=[0.7, 0.3]),
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading_order, "WINDOW", window)
-        going = packer(Streamed(numbered(shards)[0]), 4, 0, streams)
+        going, resumed = (packer(sources[kind], 4, 0, streams) for _ in range(2))
         for stream in range(streams):
             take(going, done + stream, stream)
-        resumed = packer(Streamed(numbered(shards)[0]), 4, 0, streams)
         resumed.load_state(json.loads(json.dumps(going.state())))
         for stream in range(streams):
             assert take(resumed, 6, stream) == take(going, 6, stream)
@@ -298,22 +293,6 @@ def test_the_streams_of_a_mixture_do_not_all_have_the_same_source():
         assert step.count(97) == step.count(98) == 2
     of = packer(Sources(["a" * 9], ["b" * 9], weights=[1, 1]), 3, 0, 2)
     assert {block.input_ids[0] for block in take(of, 2, 1)} == {97, 98}
-
-
-@given(st.integers(0, 25), st.integers(1, 3))
-@settings(max_examples=30)
-def test_a_mixture_resumes_at_any_block(done, streams):
-    def new():
-        shards = [["one", "two", "three"], ["four", "five"]]
-        sources = (["alpha", "beta", "gamma"], Streamed(shards))
-        return packer(Sources(*sources, weights=[0.7, 0.3]), 4, 0, streams)
-
-    going, resumed = new(), new()
-    for stream in range(streams):
-        take(going, done, stream)
-    resumed.load_state(json.loads(json.dumps(going.state())))
-    for stream in range(streams):
-        assert take(resumed, 10, stream) == take(going, 10, stream)
 
 
 DOCUMENTS = ["Emma\nWoodhouse", "hand\u2028some", 'clever, "and" rich', "ä" * 40, "  with a "]

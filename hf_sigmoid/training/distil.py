@@ -6,7 +6,8 @@ First layer by layer, every attention module on what it gets in the softmax mode
 the whole model on the softmax model's next-token distributions. CONVERTED is a folder that
 `hf-sigmoid convert` wrote; the softmax model is inside it. What comes out is a checkpoint like
 CONVERTED, without any parameter of distillation. A killed run goes on from its last complete
-checkpoint and repeats an uninterrupted one to the last bit.
+checkpoint and repeats an uninterrupted one to the last bit. Under a launcher:
+`accelerate launch -m hf_sigmoid.training.distil …`.
 """
 
 from collections.abc import Sequence
@@ -33,3 +34,7 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
         return distilling.distil(run)
     finally:
         processes.leave_group()
+
+
+if __name__ == "__main__":
+    script.run(main)

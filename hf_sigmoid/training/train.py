@@ -2,7 +2,8 @@
 
     hf-sigmoid train recipes/ssmax/continue.yaml model=MODEL output_dir=runs/ssmax KEY=VALUE …
 
-The same under a launcher: recipes/continue_pretrain.py.
+The same under a launcher: `accelerate launch -m hf_sigmoid.training.train …`, or the script
+recipes/continue_pretrain.py of a checkout.
 """
 
 from collections.abc import Sequence
@@ -32,3 +33,7 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
         return prepare.train(run, dry=args.dry_run, plot=args.plot)
     finally:
         processes.leave_group()
+
+
+if __name__ == "__main__":
+    script.run(main)
