@@ -1,6 +1,7 @@
 """The command `hf-sigmoid`: it parses the command line; what is asked for is loaded then."""
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -8,6 +9,13 @@ from collections.abc import Sequence
 import hf_sigmoid
 from hf_sigmoid.interrupts import STATUS, while_loading
 from hf_sigmoid.terminal import show_anything
+
+# Modules of hf_sigmoid/training whose `main` is a command.
+TRAINING = {
+    "train": ("train", "continue pretraining on packed documents, under any attention"),
+    "distil": ("distil", "let a conversion's attention follow the softmax model's"),
+    "recipes": ("recipe_files", "the YAML files to start a run from"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from hf_sigmoid.evals.commands import run
 
         return run(arguments[1:])
+    if arguments[:1] and arguments[0] in TRAINING:
+        return _train(*arguments)
     options = _parser().parse_args(arguments)
     stopped = f"hf-sigmoid {options.command}: stopped, nothing was written"
     try:
@@ -32,6 +42,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n{stopped}", file=sys.stderr)
         return STATUS
     print(json.dumps(result, indent=2) if options.json else sentence)
+    return 0
+
+
+def _train(command: str, *arguments: str) -> int:
+    """A command of `hf_sigmoid/training`, which ends as its scripts do."""
+    try:
+        from hf_sigmoid.training import script
+
+        module = importlib.import_module(f"hf_sigmoid.training.{TRAINING[command][0]}")
+    except ImportError as error:
+        print(
+            f"hf-sigmoid {command} needs the package {error.name}: "
+            "pip install 'hf-sigmoid[recipes]'",
+            file=sys.stderr,
+        )
+        return 2
+    script.run(lambda: module.main(arguments))
     return 0
 
 
@@ -83,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "files or folders of text or rows, or dataset:NAME[:CONFIG[:SPLIT[:FIELD]]]"
     convert.add_argument(
         "--calibrate", metavar="TEXT", nargs="+",
-        help=f"text to fit sigmoid's row numbers on: {text}",
+        help=f"text to fit sigmoid's query biases on: {text}",
     )  # fmt: skip
     convert.add_argument(
         "--evaluate", metavar="TEXT", nargs="+",
@@ -140,8 +167,10 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print the result as JSON")
-    # With options of its own, which `main` hands on.
+    # With options of their own, which `main` hands on.
     commands.add_parser("eval", help="long-context tasks, models side by side", add_help=False)
+    for name, (_, said) in TRAINING.items():
+        commands.add_parser(name, help=said, add_help=False)
     return parser
 
 

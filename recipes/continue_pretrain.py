@@ -1,13 +1,10 @@
-"""Continue pretraining a causal language model on packed documents: `hf-sigmoid train` as a script.
+"""`hf-sigmoid train` as a script: continue pretraining a causal language model.
 
     accelerate launch recipes/continue_pretrain.py --config recipes/ssmax/continue.yaml \
         model=MODEL output_dir=runs/ssmax KEY=VALUE …
 """
 
-from hf_sigmoid.training import script  # before all that takes long: Ctrl-C is one line from here
-
-# isort: split
-from hf_sigmoid.training.train import main
+from hf_sigmoid.training import script, train
 
 if __name__ == "__main__":
-    script.run(main)
+    script.run(train.main)

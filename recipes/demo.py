@@ -8,22 +8,21 @@ where it stopped.
 
 import argparse
 import json
-import shlex
 import time
 from pathlib import Path
 
-from hf_sigmoid.training import script  # before all that takes long: Ctrl-C is one line from here
+from hf_sigmoid.training import script
 
-# isort: split
-import commands
-import needle
-import torch
-from transformers import AutoTokenizer
-from transformers.utils import logging
+with script.loading():
+    import torch
+    from stages import Steps
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
 
-from hf_sigmoid import text
-from hf_sigmoid.conversions import checkpoint, perplexity, token_windows
-from hf_sigmoid.loading import load_model
+    from hf_sigmoid import text
+    from hf_sigmoid.conversions import checkpoint, perplexity, token_windows
+    from hf_sigmoid.evals.commands import main as evaluate
+    from hf_sigmoid.loading import load_model
 
 OUT = Path("runs/demo")
 FUNCTIONS = ("ssmax", "sigmoid")
@@ -38,47 +37,32 @@ def main() -> None:
     start = time.perf_counter()
     logging.set_verbosity_error()
     print("[1/4] SmolLM2-135M from its package", flush=True)
-    source = checkpoint("smollm2")
+    models = {"softmax": checkpoint("smollm2")}
+    stages = Steps(OUT)
+    print("[2/4] conversions, each trained on", flush=True)
     for function in FUNCTIONS:
-        _convert(function)
-        _train(function)
+        stages.run(
+            function, "hf-sigmoid", "convert", "smollm2", "OUT", "--to", function,
+            "--window", str(WINDOW), "--windows", str(WINDOWS), "--evaluate", "builtin",
+        )  # fmt: skip
+        stages.run(
+            f"{function}-trained", "python", "recipes/continue_pretrain.py",
+            "--config", f"recipes/{function}/continue.yaml", f"model={OUT / function}",
+            "output_dir=OUT", f"train.steps={STEPS}", f"train.block_size={BLOCK}",
+            "train.batch_size=2", "train.grad_accumulation=1", "optim.warmup_steps=2",
+            "checkpoint.every=5",
+        )  # fmt: skip
+        models[function] = str(OUT / f"{function}-trained/final")
     print("[3/4] perplexity on the held-out chapters", flush=True)
-    models = {"softmax": source, **{name: str(OUT / f"{name}-trained/final") for name in FUNCTIONS}}
     after = {name: _perplexity(name, path) for name, path in models.items()}
     print("[4/4] needles in a novel", flush=True)
-    summary = needle.main(
+    summary = evaluate(
         ["--models", "smollm2", *list(models.values())[1:], "--lengths", *LENGTHS,
          "--depths", *DEPTHS, "--samples", SAMPLES, "--out", str(OUT / "needle")]
     )  # fmt: skip
     _print_table(after, summary)
     print(f"heatmap: {OUT / 'needle/heatmap.png'}")
     print(f"{time.perf_counter() - start:.0f} seconds")
-
-
-def _convert(function: str) -> None:
-    target = OUT / function
-    if (target / "config.json").exists():
-        return
-    options = ["--window", str(WINDOW), "--windows", str(WINDOWS), "--evaluate", "builtin"]
-    _run("2/4", "hf-sigmoid", "convert", "smollm2", str(target), "--to", function, *options)
-
-
-def _train(function: str) -> None:
-    trained = OUT / f"{function}-trained"
-    if (trained / "final").exists():
-        return
-    _run(
-        "2/4", "python", "recipes/continue_pretrain.py",
-        "--config", f"recipes/{function}/continue.yaml", f"model={OUT / function}",
-        f"output_dir={trained}", f"train.steps={STEPS}", f"train.block_size={BLOCK}",
-        "train.batch_size=2", "train.grad_accumulation=1", "optim.warmup_steps=2",
-        "checkpoint.every=5",
-    )  # fmt: skip
-
-
-def _run(step: str, *command: str) -> None:
-    print(f"[{step}] {shlex.join(command)}", flush=True)
-    commands.run(command)
 
 
 def _perplexity(name: str, path: str) -> float:
@@ -91,11 +75,10 @@ def _perplexity(name: str, path: str) -> float:
 def _print_table(after: dict[str, float], summary: dict) -> None:
     print(f"\n{'attention':10} {'converted':>10} {'trained':>10} {'needles':>8} {'log-prob':>9}")
     for (name, trained), model in zip(after.items(), summary["models"], strict=True):
-        converted = trained
+        converted, cells = trained, model["lengths"]
         if name in FUNCTIONS:
             report = json.loads((OUT / name / "report.json").read_text("utf-8"))
             converted = report["perplexity_after"]
-        cells = model["lengths"]
         found = f"{sum(cell['correct'] for cell in cells)}/{sum(cell['n'] for cell in cells)}"
         logprob = sum(cell["logprob"] for cell in cells) / len(cells)
         print(f"{name:10} {converted:10.2f} {trained:10.2f} {found:>8} {logprob:9.2f}")

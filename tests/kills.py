@@ -18,11 +18,8 @@ import time
 from pathlib import Path
 
 import tiny_models
-import torch
-from safetensors.torch import load_file
 from tqdm import tqdm
-from training_runs import RECIPES, arguments, lines
-from transformers import LlamaConfig, LlamaForCausalLM
+from training_runs import RECIPES, arguments, measured, same_weights
 
 from hf_sigmoid import text
 
@@ -31,7 +28,6 @@ KEYS = {
     "evaluate.path": "builtin", "evaluate.every": 10, "evaluate.windows": 2,
     "evaluate.needle": "[250]", "evaluate.health_every": 5,
 }  # fmt: skip
-FAST = {"tok_s", "tok_s_process", "tflop_s", "mfu", "memory_gb"}  # what no two runs share
 
 
 def main(argv: list[str] | None = None) -> dict[str, int]:
@@ -47,7 +43,10 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
 
 def kill_and_compare(folder: Path, kills: int, moments: random.Random) -> dict[str, int]:
     """Raises AssertionError for a run that is not the one that was left alone."""
-    model, corpus = _model(folder / "model"), folder / "corpus.txt"
+    model, corpus = str(folder / "model"), folder / "corpus.txt"
+    tiny = tiny_models.byte_llama(model)
+    tiny.config.attention_dropout, tiny.config.max_position_embeddings = 0.1, 512
+    tiny.save_pretrained(model)
     corpus.write_text(text.train()[:40_000], encoding="utf-8")
     command = [sys.executable, str(RECIPES / "continue_pretrain.py")]
     alone = folder / "alone"
@@ -87,28 +86,8 @@ def kill_and_compare(folder: Path, kills: int, moments: random.Random) -> dict[s
 
 
 def _compare(out: Path, alone: Path) -> None:
-    logs = [
-        [{k: v for k, v in line.items() if k not in FAST} for line in lines(each)]
-        for each in (out, alone)
-    ]
-    assert logs[0] == logs[1], "the logs differ"
-    ours, theirs = (load_file(each / "final" / "model.safetensors") for each in (out, alone))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours), "the weights differ"
-
-
-def _model(folder: Path) -> str:
-    tokenizer = tiny_models.byte_tokenizer()
-    tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        attention_dropout=0.1, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    assert measured(out) == measured(alone), "the logs differ"
+    assert same_weights(out / "final", alone / "final"), "the weights differ"
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def fsdp2(folder, expected, dtype=torch.float32):
 
 
 def tp(folder, expected):
-    """Heads are split, and so are the row numbers; saving gathers them."""
+    """Heads are split, and so are the per-query terms; saving gathers them."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, distributed_config=DistributedConfig(tp_plan="auto")
     )

@@ -4,15 +4,22 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from training_runs import (
+    in_two_parts,
+    killed,
+    launch,
+    lines,
+    refused,
+    same_weights,
+    signal_after,
+    tensors,
+)  # fmt: skip
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,25 +27,30 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     LlamaForCausalLM,
-)
+)  # fmt: skip
 
 import hf_sigmoid
 from hf_sigmoid import parameters, text
-from hf_sigmoid.conversions import convert, folding, perplexity, token_windows
+from hf_sigmoid.conversions import convert as convert_source
+from hf_sigmoid.conversions import folding, perplexity, token_windows
 from hf_sigmoid.conversions.merging import merge_adapter
 from hf_sigmoid.conversions.revert import revert_checkpoint
-
-RECIPES = Path(__file__).parents[1] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-from hf_sigmoid.errors import BadInput  # noqa: E402
-from hf_sigmoid.training import (  # noqa: E402
-    checkpointing,
-    distil,
-    distillation,
-)
+from hf_sigmoid.training import checkpointing, distil, distillation, distilling
 
 BLOCK = 32
+
+
+def convert(source, target, function="sigmoid", *, init="calibrated-query", **options) -> str:
+    """A conversion on a little text."""
+    options = {"window": 32, "windows": 8, "progress": False, **options}
+    convert_source(source, target, function, init=init, **options)
+    return str(target)
+
+
+def reverts_to(source, folder, target) -> None:
+    """A distilled folder gives the source back, bit for bit."""
+    assert revert_checkpoint(folder, target) is True
+    assert same_weights(source, target)
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +71,7 @@ def softmax(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def converted(softmax, tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("converted") / "sigmoid"
-    convert(
-        softmax, folder, "sigmoid", init="calibrated-query", window=32, windows=8, progress=False
-    )
-    return str(folder)
+    return convert(softmax, tmp_path_factory.mktemp("converted") / "sigmoid")
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +89,6 @@ def arguments(converted, corpus_file, out, **keys) -> list[str]:
         "layerwise.numbers_lr": 2e-2, "end_to_end.numbers_lr": 2e-2, "checkpoint.every": 3, **keys,
     }  # fmt: skip
     return [f"{key}={value}" for key, value in values.items()]
-
-
-def lines(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +130,7 @@ def test_the_result_is_a_plain_checkpoint_that_reverts_bit_for_bit(
     softmax, converted, uninterrupted, tmp_path
 ):
     final = uninterrupted / "final"
-    assert (
-        load_file(final / "model.safetensors").keys()
-        == load_file(Path(converted) / "model.safetensors").keys()
-    )
+    assert tensors(final).keys() == tensors(converted).keys()
     configs = [json.loads((Path(f) / "config.json").read_text()) for f in (converted, final)]
     assert configs[0] | {folding.RECORD: True} == configs[1]
     folded = folding.Folded.load(final)
@@ -141,9 +142,7 @@ def test_the_result_is_a_plain_checkpoint_that_reverts_bit_for_bit(
         assert "distilled from the softmax model on 1,792 tokens" in (final / name).read_text()
     assert "nothing was trained" not in (final / "README.md").read_text()
     assert set(report["pictures"]) == {path.name for path in final.glob("*.png")} != set()
-    assert revert_checkpoint(final, tmp_path / "back") is True
-    ours, theirs = (load_file(Path(f) / "model.safetensors") for f in (softmax, tmp_path / "back"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+    reverts_to(softmax, final, tmp_path / "back")
     assert torch.equal(logits(softmax), logits(tmp_path / "back"))
 
 
@@ -151,15 +150,11 @@ def test_a_bfloat16_checkpoint_stays_one_and_reverts_bit_for_bit(softmax, corpus
     model = AutoModelForCausalLM.from_pretrained(softmax, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "half")
     AutoTokenizer.from_pretrained(softmax).save_pretrained(tmp_path / "half")
-    convert(tmp_path / "half", tmp_path / "sigmoid", "sigmoid", init="calibrated-query", window=32,
-            windows=8, progress=False)  # fmt: skip
-    distil.main(arguments(tmp_path / "sigmoid", corpus_file, tmp_path / "out"))
-    tensors = load_file(tmp_path / "out" / "final" / "model.safetensors")
-    for name, tensor in tensors.items():
+    made = convert(tmp_path / "half", tmp_path / "sigmoid")
+    final = distil.main(arguments(made, corpus_file, tmp_path / "out"))
+    for name, tensor in tensors(final).items():
         assert tensor.dtype == (torch.float32 if "log_length" in name else torch.bfloat16)
-    assert revert_checkpoint(tmp_path / "out" / "final", tmp_path / "back") is True
-    ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("half", "back"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+    reverts_to(tmp_path / "half", final, tmp_path / "back")
 
 
 def test_a_distilled_model_can_be_distilled_again_and_still_reverts(
@@ -168,15 +163,12 @@ def test_a_distilled_model_can_be_distilled_again_and_still_reverts(
     again = tmp_path / "again"
     distil.main(arguments(uninterrupted / "final", corpus_file, again))
     # It begins where the last run ended: its teacher is the source, not what was folded into it.
-    first, last = (
-        lines(again)[0],
-        [x for x in lines(uninterrupted) if x["stage"] == "layerwise"][-1],
-    )
+    first = lines(again)[0]
+    last = [line for line in lines(uninterrupted) if line["stage"] == "layerwise"][-1]
     assert first["loss"] < 1.3 * last["loss"]
     report = json.loads((again / "final" / "report.json").read_text())
     assert len(report["distillations"]) == 2
-    assert revert_checkpoint(again / "final", tmp_path / "back") is True
-    assert torch.equal(logits(softmax), logits(tmp_path / "back"))
+    reverts_to(softmax, again / "final", tmp_path / "back")
 
 
 @pytest.mark.parametrize("trains", ["projections", "lora"])
@@ -186,9 +178,9 @@ def test_projections_train_too_and_then_softmax_comes_back_only_when_asked_for(
     keys = {"layerwise.train": trains, "layerwise.lr": 3e-3, "layerwise.steps": 12}
     out = tmp_path / "out"
     distil.main(arguments(converted, corpus_file, out, **keys))
-    tensors, before = (load_file(Path(f) / "model.safetensors") for f in (out / "final", converted))
-    assert tensors.keys() == before.keys()
-    changed = {name for name in tensors if not torch.equal(tensors[name], before[name])}
+    after, before = tensors(out / "final"), tensors(converted)
+    assert after.keys() == before.keys()
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
     projections = {f"{p}_proj" for p in "qkvo"}
     assert {name.split(".")[4] for name in changed} == projections | {"log_length"}
     only_numbers = [x for x in lines(uninterrupted) if x["stage"] == "layerwise"][-1]
@@ -201,7 +193,7 @@ def test_projections_train_too_and_then_softmax_comes_back_only_when_asked_for(
     factors = folding.Folded.load(out / "final").factors
     assert any((factor != 1).any() for factor in factors.values())
     folding.fold(back, folding.find_places(back, ids()), factors)
-    trained = {name: tensors[name] for name in changed if "log_length" not in name}
+    trained = {name: after[name] for name in changed if "log_length" not in name}
     for name, tensor in trained.items():
         torch.testing.assert_close(back.state_dict()[name], tensor)
 
@@ -214,10 +206,8 @@ def test_all_weights_train_end_to_end_on_a_teacher_of_its_own(
     distil.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
     losses = [line["loss"] for line in lines(tmp_path / "out")]
     assert losses[-1] < 0.8 * losses[0]
-    tensors, before = (
-        load_file(Path(f) / "model.safetensors") for f in (tmp_path / "out" / "final", converted)
-    )
-    assert not any(torch.equal(tensors[name], before[name]) for name in tensors)
+    after, before = tensors(tmp_path / "out" / "final"), tensors(converted)
+    assert not any(torch.equal(after[name], before[name]) for name in after)
 
 
 def test_end_to_end_loss_is_the_divergence_from_the_softmax_model(softmax, converted):
@@ -301,22 +291,16 @@ def test_a_blend_goes_from_softmax_to_the_function_and_leaves_no_trace(
 
 
 def test_layers_that_stay_softmax_are_not_touched(softmax, corpus_file, tmp_path):
-    convert(softmax, tmp_path / "one", "sigmoid", init="calibrated-query", layers=[1], window=32,
-            windows=8, progress=False)  # fmt: skip
-    distil.main(arguments(tmp_path / "one", corpus_file, tmp_path / "out"))
-    tensors, before = (
-        load_file(Path(f) / "model.safetensors") for f in (tmp_path / "out" / "final", softmax)
-    )
-    kept = [name for name in before if ".layers.0." in name]
-    assert kept and all(torch.equal(tensors[name], before[name]) for name in kept)
+    made = convert(softmax, tmp_path / "one", layers=[1])
+    after = tensors(distil.main(arguments(made, corpus_file, tmp_path / "out")))
+    kept = {name: tensor for name, tensor in tensors(softmax).items() if ".layers.0." in name}
+    assert kept and all(torch.equal(after[name], tensor) for name, tensor in kept.items())
     assert len(lines(tmp_path / "out")[0]["layers"]) == 1
 
 
 def test_ssmax_is_distilled_as_well(softmax, corpus_file, tmp_path):
-    convert(
-        softmax, tmp_path / "ssmax", "ssmax", init="paper", window=32, windows=4, progress=False
-    )
-    distil.main(arguments(tmp_path / "ssmax", corpus_file, tmp_path / "out"))
+    made = convert(softmax, tmp_path / "ssmax", "ssmax", init="paper")
+    distil.main(arguments(made, corpus_file, tmp_path / "out"))
     log = lines(tmp_path / "out")
     assert log[-1]["loss"] < log[0]["loss"]
 
@@ -338,11 +322,9 @@ def test_held_out_text_is_measured_on_the_way(converted, corpus_file, tmp_path):
 KILLED = """
 import json, os, signal, sys
 import torch
-recipes, step, threads, *argv = json.loads(sys.argv[1])
-sys.path.insert(0, recipes)
+step, threads, *argv = json.loads(sys.argv[1])
 torch.set_num_threads(threads)
-from hf_sigmoid.training import distil
-from hf_sigmoid.training import run_log
+from hf_sigmoid.training import distil, run_log
 write = run_log.RunLog.write
 def write_then_die(self, **values):
     write(self, **values)
@@ -357,66 +339,39 @@ def test_low_rank_changes_resume_and_go_on_end_to_end(
 ):
     keys = {"layerwise.train": "lora", "layerwise.steps": 4, "end_to_end.train": "lora",
             "end_to_end.steps": 4, "checkpoint.every": 0}  # fmt: skip
-    argv = arguments(converted, corpus_file, tmp_path / "whole", **keys)
-    distil.main(argv)
-    write = distil.RunLog.write
-
-    def write_and_ask(self, **values):
-        write(self, **values)
-        if values["step"] == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(distil.RunLog, "write", write_and_ask)
+    whole = distil.main(arguments(converted, corpus_file, tmp_path / "whole", **keys))
     argv = arguments(converted, corpus_file, tmp_path / "parts", **keys)
-    assert distil.main(argv) is None
-    monkeypatch.undo()
-    distil.main(argv)
-    ours, theirs = (
-        load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "parts")
-    )
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
-    assert not any("lora" in name for name in ours)
+    assert same_weights(whole, in_two_parts(monkeypatch, distil.main, argv, 5))
+    assert not any("lora" in name for name in tensors(whole))
 
 
 @pytest.mark.parametrize("step", [5, 8, 11])  # in a stage, at its end, in the next
 def test_a_killed_run_resumes_to_the_last_bit(
     converted, corpus_file, uninterrupted, tmp_path, step
 ):
-    argv = arguments(converted, corpus_file, tmp_path / "out", **{"end_to_end.steps": 6})
-    job = [str(RECIPES), step, torch.get_num_threads(), *argv]
-    killed = subprocess.run([sys.executable, "-c", KILLED, json.dumps(job)], capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert checkpointing.latest(tmp_path / "out" / "checkpoints").step == step // 3 * 3
+    out = tmp_path / "out"
+    argv = arguments(converted, corpus_file, out, **{"end_to_end.steps": 6})
+    killed(KILLED, step, torch.get_num_threads(), *argv)
+    assert checkpointing.latest(out / "checkpoints").step == step // 3 * 3
     distil.main(argv)
-    for ours, theirs in zip(lines(tmp_path / "out"), lines(uninterrupted), strict=True):
-        assert ours["loss"] == theirs["loss"]
+    assert [line["loss"] for line in lines(out)] == [line["loss"] for line in lines(uninterrupted)]
+    assert same_weights(out / "final", uninterrupted / "final")
     ours, theirs = (
-        load_file(out / "final" / "model.safetensors") for out in (tmp_path / "out", uninterrupted)
+        json.loads((folder / "final" / "report.json").read_text())["distillations"][0]
+        for folder in (out, uninterrupted)
     )
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
-    reports = [
-        json.loads((out / "final" / "report.json").read_text())["distillations"][0]["output_errors"]
-        for out in (tmp_path / "out", uninterrupted)
-    ]
-    assert reports[0] == reports[1]
+    assert ours["output_errors"] == theirs["output_errors"]
+    assert ours["output_errors_before"] == theirs["output_errors_before"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_run_goes_on(
     converted, corpus_file, uninterrupted, tmp_path, monkeypatch, number
 ):
-    argv = arguments(
-        converted, corpus_file, tmp_path, **{"end_to_end.steps": 6, "checkpoint.every": 0}
-    )
-    write = distil.RunLog.write
-
-    def write_and_ask(self, **values):
-        write(self, **values)
-        if values["step"] == 3:
-            os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(distil.RunLog, "write", write_and_ask)
+    keys = {"end_to_end.steps": 6, "checkpoint.every": 0}
+    argv = arguments(converted, corpus_file, tmp_path, **keys)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal_after(monkeypatch, 3, number)
     if number == signal.SIGINT:
         with pytest.raises(KeyboardInterrupt, match="step 4 is saved: the same command goes on"):
             distil.main(argv)
@@ -444,17 +399,6 @@ def _figures(out: Path) -> list[float]:
     return [line[key] for line in lines(out) for key in ("loss", "grad_norm")]
 
 
-WORKER = """
-import json, sys
-import torch
-recipes, *argv = json.loads(sys.argv[1])
-sys.path.insert(0, recipes)
-torch.set_num_threads(1)
-from hf_sigmoid.training import distil
-distil.main(argv)
-"""
-
-
 def test_two_processes_take_the_steps_of_one(converted, corpus_file, tmp_path):
     held_out = tmp_path / "held_out.txt"
     held_out.write_text(text.held_out())
@@ -462,15 +406,9 @@ def test_two_processes_take_the_steps_of_one(converted, corpus_file, tmp_path):
             "data.streams": 2, "evaluate.path": held_out, "evaluate.windows": 2}  # fmt: skip
     alone = {**keys, "train.batch_size": 4}
     distil.main(arguments(converted, corpus_file, tmp_path / "one", **alone))
-    argv = arguments(converted, corpus_file, tmp_path / "two", **keys)
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    job = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0",
-           "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(script),
-           json.dumps([str(RECIPES), *argv])]  # fmt: skip
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(job, capture_output=True, env=environment)
-    assert done.returncode == 0, done.stderr.decode()
+    launch(
+        arguments(converted, corpus_file, tmp_path / "two", **keys), recipe="distil_attention.py"
+    )
     assert _figures(tmp_path / "one") == pytest.approx(_figures(tmp_path / "two"), rel=1e-3)
     reports = [
         json.loads((tmp_path / each / "final" / "report.json").read_text())["distillations"][0]
@@ -489,7 +427,7 @@ def test_two_processes_take_the_steps_of_one(converted, corpus_file, tmp_path):
         ({"teacher": "WIDER"}, "expected hidden_size 32, got 64"),
         ({"model": "ROTATED"}, "whose RoPE was changed"),
         ({"layerwise.train": "everything"}, "layerwise.train: expected one of"),
-        ({"layerwise.steps": 0}, "at least one step"),
+        ({"layerwise.steps": 0}, "expected at least 1, got 0"),
         ({"end_to_end.blend": 1.5}, "expected at most 1"),
         ({"end_to_end.kl": -1}, "expected at least 0"),
         ({"evaluate.path": "nowhere.txt"}, "evaluate.path: no such file"),
@@ -509,34 +447,23 @@ def test_bad_input_is_named_and_writes_nothing(
         LlamaForCausalLM(config).save_pretrained(tmp_path / "wider")
         places["WIDER"] = str(tmp_path / "wider")
     if "ROTATED" in keys.values():
-        convert(softmax, tmp_path / "rotated", "ssmax", rope="ntk:2", window=32, windows=4,
-                progress=False)  # fmt: skip
-        places["ROTATED"] = str(tmp_path / "rotated")
+        places["ROTATED"] = convert(softmax, tmp_path / "r", "ssmax", init=None, rope="ntk:2")
     keys = {key: places.get(value, value) for key, value in keys.items()}
-    with pytest.raises(BadInput, match=words):
-        distil.main(arguments(converted, corpus_file, tmp_path / "out", **keys))
+    refused(distil.main, arguments(converted, corpus_file, tmp_path / "out", **keys), words)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_resumed_run_is_of_the_same_weights(converted, corpus_file, tmp_path, monkeypatch):
     shutil.copytree(converted, tmp_path / "model")
     argv = arguments(tmp_path / "model", corpus_file, tmp_path / "out")
-    write = distil.RunLog.write
-
-    def write_and_ask(self, **values):
-        write(self, **values)
-        if values["step"] == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(distil.RunLog, "write", write_and_ask)
+    signal_after(monkeypatch, 3, signal.SIGTERM)
     assert distil.main(argv) is None
     monkeypatch.undo()
     model = AutoModelForCausalLM.from_pretrained(converted)
     with torch.no_grad():
         model.model.layers[0].self_attn.log_length.offset += 0.1
     model.save_pretrained(tmp_path / "model")
-    with pytest.raises(BadInput, match=r"is not what .* was distilled from"):
-        distil.main(argv)
+    refused(distil.main, argv, "model or teacher is not what ")
 
 
 def test_a_folded_model_never_loses_its_gains_in_silence(softmax, converted, corpus_file, tmp_path):
@@ -547,7 +474,7 @@ def test_a_folded_model_never_loses_its_gains_in_silence(softmax, converted, cor
     (final / "report.json").unlink()  # as of a model whose teacher was given
     assert revert_checkpoint(final, tmp_path / "near", approximate=True) is False
     folded = folding.Folded.load(final)
-    ours, theirs = (load_file(f / "model.safetensors") for f in (final, tmp_path / "near"))
+    ours, theirs = tensors(final), tensors(tmp_path / "near")
     name = "model.layers.0.self_attn"
     gain = folded.factors[f"gain/{name}"].repeat_interleave(8)
     torch.testing.assert_close(
@@ -576,8 +503,8 @@ def test_an_adapter_on_a_distilled_base_takes_along_what_was_folded(
     with pytest.raises(ValueError, match="--approximate"):
         revert_checkpoint(tmp_path / "merged", tmp_path / "back")
     assert revert_checkpoint(tmp_path / "merged", tmp_path / "back", approximate=True) is False
-    with pytest.raises(BadInput, match="were trained since it was distilled"):
-        distil.main(arguments(tmp_path / "merged", corpus_file, tmp_path / "out"))
+    argv = arguments(tmp_path / "merged", corpus_file, tmp_path / "out")
+    refused(distil.main, argv, "were trained since it was distilled")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3"])
@@ -589,16 +516,12 @@ def test_other_attentions_are_distilled_and_revert(corpus_file, tmp_path, family
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "sigmoid", "sigmoid", init="calibrated-query",
-            window=32, windows=8, progress=False)  # fmt: skip
-    keys = {"end_to_end.steps": 3}
-    distil.main(arguments(tmp_path / "sigmoid", corpus_file, tmp_path / "out", **keys))
-    final = tmp_path / "out" / "final"
+    made = convert(tmp_path / "source", tmp_path / "sigmoid")
+    argv = arguments(made, corpus_file, tmp_path / "out", **{"end_to_end.steps": 3})
+    final = distil.main(argv)
     kinds = {key.partition("/")[0] for key in folding.Folded.load(final).factors}
     assert kinds == ({"gain", "temperature"} if family == "gpt2" else {"gain"})
-    assert revert_checkpoint(final, tmp_path / "back") is True
-    ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("source", "back"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+    reverts_to(tmp_path / "source", final, tmp_path / "back")
 
 
 def test_other_models_than_causal_ones_are_refused(softmax, corpus_file, tmp_path):
@@ -612,8 +535,8 @@ def test_other_models_than_causal_ones_are_refused(softmax, corpus_file, tmp_pat
     hf_sigmoid.configure(model, "sigmoid", learn=True)
     model.save_pretrained(source)
     tokenizer.save_pretrained(source)
-    with pytest.raises(BadInput, match="causal language model, got a BertForMaskedLM"):
-        distil.main(arguments(source, corpus_file, tmp_path / "out"))
+    argv = arguments(source, corpus_file, tmp_path / "out")
+    refused(distil.main, argv, "causal language model, got a BertForMaskedLM")
 
 
 def test_a_model_that_was_trained_since_needs_a_teacher(softmax, converted, corpus_file, tmp_path):
@@ -623,8 +546,7 @@ def test_a_model_that_was_trained_since_needs_a_teacher(softmax, converted, corp
         model.model.layers[0].self_attn.q_proj.weight += 0.01
     model.save_pretrained(tmp_path / "trained")
     argv = arguments(tmp_path / "trained", corpus_file, tmp_path / "out")
-    with pytest.raises(BadInput, match="give teacher="):
-        distil.main(argv)
+    refused(distil.main, argv, "give teacher=")
     distil.main([*argv, f"teacher={softmax}"])
     assert (tmp_path / "out" / "final" / "config.json").is_file()
 
@@ -643,13 +565,13 @@ def _made(converted, trains=frozenset({"numbers"})):
 def test_a_signal_in_an_evaluation_saves_that_step(converted, corpus_file, tmp_path, monkeypatch):
     (tmp_path / "held.txt").write_text(text.held_out())
     keys = {"evaluate.path": tmp_path / "held.txt", "evaluate.every": 2, "checkpoint.every": 0}
-    measure = distil.perplexity
+    measure = distilling.perplexity
 
     def ask_and_measure(*given, **options):
         os.kill(os.getpid(), signal.SIGTERM)
         return measure(*given, **options)
 
-    monkeypatch.setattr(distil, "perplexity", ask_and_measure)
+    monkeypatch.setattr(distilling, "perplexity", ask_and_measure)
     out = tmp_path / "out"
     assert distil.main(arguments(converted, corpus_file, out, **keys)) is None
     assert checkpointing.latest(out / "checkpoints").step == len(lines(out)) == 2

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
-import heal_report  # noqa: E402
 import heal_smollm2  # noqa: E402
+from stages import Steps  # noqa: E402
 
 from hf_sigmoid import text  # noqa: E402
 
@@ -43,12 +43,12 @@ def test_a_stage_that_is_there_is_kept_and_an_interrupted_one_adds_its_time(tmp_
         "(p / 'config.json').touch()"
     )
     (tmp_path / "perplexities.json").write_text("{}")  # of what is made anew
-    stages = heal_smollm2.Stages(tmp_path)
+    stages = Steps(tmp_path)
     stages.seconds["one"] = 100.0  # of an earlier attempt
     stages.run("one", "python", "-c", write)
     assert (tmp_path / "one" / "config.json").exists() and 100.2 < stages.seconds["one"] < 160
     assert not (tmp_path / "perplexities.json").exists()
-    again = heal_smollm2.Stages(tmp_path)
+    again = Steps(tmp_path)
     again.run("one", "python", "-c", write)  # not run: the folder is there
     assert again.seconds == stages.seconds
     with pytest.raises(SystemExit, match="was made by"):
@@ -59,8 +59,8 @@ def test_a_stage_that_is_there_is_kept_and_an_interrupted_one_adds_its_time(tmp_
 
 def test_the_committed_table_is_what_the_figures_say(tmp_path):
     results = json.loads((RESULTS / "smollm2.json").read_text())
-    table = heal_report.markdown(results)
+    table = heal_smollm2.markdown(results)
     assert (RESULTS / "smollm2.md").read_text() == table
     assert table.strip() in (ROOT / "conversions" / "README.md").read_text()
-    heal_report.picture(results, tmp_path / "picture.png")
+    heal_smollm2.picture(results, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -5,21 +5,29 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
 from safetensors.torch import load_file
-from training_runs import RECIPES, arguments, losses
+from training_runs import (
+    ON_CPU,
+    RECIPES,
+    WAIT,
+    arguments,
+    launcher,
+    losses,
+    signal_after,
+    started,
+    steps,
+    until,
+    workers_of,
+)  # fmt: skip
 
 from hf_sigmoid.training import checkpointing  # isort: skip
-import commands  # isort: skip
+import stages  # isort: skip
 from hf_sigmoid.training import train  # isort: skip
 from hf_sigmoid.training import finished_model  # isort: skip
-from hf_sigmoid.training import held_out  # isort: skip
 
-WAIT = 120  # seconds, for what takes some
 EARLY = {"checkpoint.every": 0}
 
 
@@ -36,33 +44,9 @@ def _ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
-def interrupted_after(monkeypatch, step: int, times: int) -> None:
-    write = train.RunLog.write
-
-    def write_and_interrupt(self, **values):
-        write(self, **values)
-        if values["step"] == step:
-            interrupt(times)
-
-    monkeypatch.setattr(train.RunLog, "write", write_and_interrupt)
-
-
-def test_the_first_saves_and_the_same_command_goes_on(tiny, corpus_file, tmp_path, monkeypatch):
-    whole, parts = (arguments(tiny, corpus_file, tmp_path / n, **EARLY) for n in ("whole", "parts"))
-    train.main(whole)
-    interrupted_after(monkeypatch, 3, 1)
-    with pytest.raises(KeyboardInterrupt, match="step 4 is saved: the same command goes on"):
-        train.main(parts)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert checkpointing.latest(tmp_path / "parts" / "checkpoints").step == 4
-    monkeypatch.undo()
-    assert train.main(parts) == tmp_path / "parts" / "final"
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-
-
 def test_a_second_ends_it_at_once(tiny, corpus_file, tmp_path, monkeypatch):
     argv = arguments(tiny, corpus_file, tmp_path, **EARLY)
-    interrupted_after(monkeypatch, 3, 2)
+    signal_after(monkeypatch, 3, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt) as error:
         train.main(argv)
     assert not error.value.args  # nothing was saved, and nothing else is said
@@ -85,33 +69,16 @@ def test_a_second_while_it_saves_leaves_complete_checkpoints_alone(
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step_00000003"]
 
 
-def test_one_in_an_evaluation_saves_the_step_before_it(tiny, corpus_file, tmp_path, monkeypatch):
-    keys = {"evaluate.path": "builtin", "evaluate.every": 2, "evaluate.windows": 3, **EARLY}
-    argv, calls = arguments(tiny, corpus_file, tmp_path, **keys), []
-    score = held_out._summed_loss
-
-    def score_and_interrupt(*given):
-        calls.append(given)
-        if len(calls) == 3 + 1:  # before training, and now after step 2
-            interrupt()
-        return score(*given)
-
-    monkeypatch.setattr(held_out, "_summed_loss", score_and_interrupt)
-    with pytest.raises(KeyboardInterrupt, match="evaluation of step 2, which is saved"):
-        train.main(argv)
-    assert len(calls) == 3 + 1 and checkpointing.latest(tmp_path / "checkpoints").step == 2
-
-
 def test_one_while_the_final_model_is_written_loses_nothing(
     tiny, corpus_file, tmp_path, monkeypatch
 ):
-    fill = finished_model._fill
+    fill = finished_model.write
 
     def interrupt_and_fill(*given):
         interrupt()
         fill(*given)
 
-    monkeypatch.setattr(finished_model, "_fill", interrupt_and_fill)
+    monkeypatch.setattr(finished_model, "write", interrupt_and_fill)
     argv = arguments(tiny, corpus_file, tmp_path, **EARLY, **{"train.steps": 2})
     assert train.main(argv) == tmp_path / "final"
     assert load_file(tmp_path / "final" / "model.safetensors")
@@ -121,17 +88,9 @@ def test_a_shell_that_started_a_run_without_ctrl_c_keeps_it_so(
     tiny, corpus_file, tmp_path, monkeypatch
 ):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interrupted_after(monkeypatch, 1, 2)
+    signal_after(monkeypatch, 1, signal.SIGINT, signal.SIGINT)
     keys = {"train.steps": 2, **EARLY}
     assert train.main(arguments(tiny, corpus_file, tmp_path, **keys))
-
-
-def started(*command: str, **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
-        cwd=RECIPES.parent,
-    )  # fmt: skip
 
 
 def ended(run: subprocess.Popen) -> str:
@@ -140,18 +99,6 @@ def ended(run: subprocess.Popen) -> str:
     assert run.returncode == 130, said
     assert "Traceback" not in said
     return said
-
-
-def until(met, run: subprocess.Popen) -> None:
-    end = time.monotonic() + WAIT
-    while not met():
-        assert run.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
-
-
-def steps(out: Path) -> int:
-    log = out / "log.jsonl"
-    return log.read_text().count("\n") if log.exists() else 0
 
 
 # Interrupts itself when a module is imported, or a function called.
@@ -181,13 +128,13 @@ runpy.run_path(script, run_name="__main__")
     ("script", "moment"),
     [
         ("continue_pretrain.py", "torch"),
-        ("continue_pretrain.py", "prepared.load_model"),
+        ("continue_pretrain.py", "prepare.load_model"),
         ("continue_pretrain.py --dry-run", "dry_run.one_step"),
         ("distil_attention.py", "corpus.open_corpus"),
         ("heal_smollm2.py", "torch"),
         ("demo.py", "torch"),
         ("stability.py --jobs 1", "numpy"),
-        ("overhead.py --model TINY", "prepared.load_model"),
+        ("overhead.py --model TINY", "prepare.load_model"),
         ("needle.py --models TINY --lengths 64", "torch"),
     ],
 )
@@ -213,17 +160,9 @@ def test_under_a_launcher_the_terminals_ctrl_c_saves_one_step_of_all(
     tiny, corpus_file, tmp_path, processes
 ):
     keys = {"train.steps": 10**6, "optim.lr": 1e-5, **EARLY}
-    several = ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
-    run = started(
-        "-m", "accelerate.commands.launch", "--num_processes", str(processes), *several,
-        "--num_machines", "1", "--mixed_precision", "no", str(RECIPES / "continue_pretrain.py"),
-        *arguments(tiny, corpus_file, tmp_path, **keys), ACCELERATE_USE_CPU="true",
-    )  # fmt: skip
+    run = started(*launcher(processes), *arguments(tiny, corpus_file, tmp_path, **keys), **ON_CPU)
     until(lambda: steps(tmp_path) > 3, run)
-    workers = [
-        child for child in psutil.Process(run.pid).children(recursive=True)
-        if str(RECIPES / "continue_pretrain.py") in child.cmdline()
-    ]  # fmt: skip
+    workers = workers_of(run)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does
     _, said = run.communicate(timeout=WAIT)
     psutil.wait_procs(workers, timeout=WAIT)
@@ -234,12 +173,14 @@ def test_under_a_launcher_the_terminals_ctrl_c_saves_one_step_of_all(
 
 def test_a_script_hands_it_on_to_its_step_and_waits(tmp_path):
     step = (
-        "import pathlib, sys, time; from hf_sigmoid.training import stop_signal\n"
-        "pathlib.Path('begun').touch()\n"
-        "try: time.sleep(60)\n"
-        "except KeyboardInterrupt: time.sleep(1); pathlib.Path('saved').touch(); raise\n"
+        "import pathlib, sys, time; from hf_sigmoid.training import script\n"
+        "def main():\n"
+        "    pathlib.Path('begun').touch()\n"
+        "    try: time.sleep(60)\n"
+        "    except KeyboardInterrupt: time.sleep(1); pathlib.Path('saved').touch(); raise\n"
+        "script.run(main)\n"
     )
-    outer = f"import commands, sys; commands.run(['python', '-c', {step!r}])"
+    outer = f"import stages; stages.run(['python', '-c', {step!r}])"
     code = f"from hf_sigmoid.training import script; script.run(lambda: exec({outer!r}))"
     run = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -254,10 +195,10 @@ def test_a_script_hands_it_on_to_its_step_and_waits(tmp_path):
 
 def test_a_step_that_fails_is_one_line():
     with pytest.raises(subprocess.CalledProcessError):
-        commands.run(["python", "-c", "raise SystemExit(3)"])
+        stages.run(["python", "-c", "raise SystemExit(3)"])
     code = (
-        "import commands; from hf_sigmoid.training import script; "
-        "script.run(lambda: commands.run(['python', '-c', 'exit(3)']))"
+        "import stages; from hf_sigmoid.training import script; "
+        "script.run(lambda: stages.run(['python', '-c', 'exit(3)']))"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True,

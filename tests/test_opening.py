@@ -14,8 +14,10 @@ from transformers import AutoTokenizer
 from hf_sigmoid.training import train  # isort: skip
 from hf_sigmoid.training import corpus  # isort: skip
 from hf_sigmoid.training import opening  # isort: skip
-from hf_sigmoid.training import parallel  # isort: skip
+from hf_sigmoid.training import layout  # isort: skip
+from hf_sigmoid.training import processes  # isort: skip
 from hf_sigmoid.errors import BadInput  # isort: skip
+from hf_sigmoid.training.run_keys import Data  # isort: skip
 
 
 def first_lines(capsys) -> list[str]:
@@ -28,7 +30,7 @@ def test_a_run_begins_by_saying_what_it_is(tiny, corpus_file, tmp_path, capsys):
     planned = first_lines(capsys)
     train.main(arguments(tiny, corpus_file, tmp_path, **keys))
     encode = corpus.encoder(AutoTokenizer.from_pretrained(tiny), True)
-    documents = corpus.open_corpus(SimpleNamespace(path=corpus_file)).sources[0]
+    documents = corpus.open_corpus(Data(path=corpus_file)).sources[0]
     tokens = sum(len(encode(document)) for document in documents)
     read = 20 * 4 * 48
     model, trains, texts = first_lines(capsys)
@@ -126,26 +128,26 @@ def test_one_process_where_two_were_asked_for_is_said(tiny, corpus_file, tmp_pat
 
 def test_what_was_asked_for_is_read_off_the_environment(monkeypatch):
     alone = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
-    for name in (*parallel.STARTED, *parallel.STARTED.values(), "SLURM_NTASKS", "MASTER_ADDR"):
+    for name in (*layout.STARTED, *layout.STARTED.values(), "SLURM_NTASKS", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    assert parallel.less_than_asked(alone) == ""
+    assert layout.less_than_asked(alone) == ""
     for name in ("WORLD_SIZE", "SLURM_NTASKS"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "4")
-            assert "though 4 were asked for" in parallel.less_than_asked(alone)
-    monkeypatch.setattr(parallel, "_asked_of_accelerate", lambda: sys.maxsize)
-    assert "though more were asked for" in parallel.less_than_asked(alone)
+            assert "though 4 were asked for" in layout.less_than_asked(alone)
+    monkeypatch.setattr(layout, "_asked_of_accelerate", lambda: sys.maxsize)
+    assert "though more were asked for" in layout.less_than_asked(alone)
     monkeypatch.undo()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    assert "CUDA_VISIBLE_DEVICES=0" in parallel.less_than_asked(alone)
+    assert "CUDA_VISIBLE_DEVICES=0" in layout.less_than_asked(alone)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert parallel.less_than_asked(alone) == ""
+    assert layout.less_than_asked(alone) == ""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     gpu = SimpleNamespace(num_processes=1, device=torch.device("cuda", 0))
-    assert "though there are 8 GPUs" in parallel.less_than_asked(gpu)
+    assert "though there are 8 GPUs" in layout.less_than_asked(gpu)
 
 
 @pytest.mark.parametrize("file", ["ddp.yaml", "fsdp2.yaml"])
@@ -165,7 +167,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(BadInput, match=r"8 processes here, .* and there are 2: expected as many"):
-        parallel.begin("fp32", splits=False)
+        processes.begin("fp32", splits=False)
 
 
 def test_names_that_a_terminal_cannot_show_end_no_run(tiny, corpus_file, tmp_path):

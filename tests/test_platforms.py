@@ -12,7 +12,7 @@ from hf_sigmoid import run_lock
 # As on Windows, as far as a Linux system can be without.
 LACKING = """
 import json, os, signal, sys
-import psutil  # has parts of its own for each system
+import datasets, psutil  # have parts of their own for each system
 for name in ("fcntl", "resource", "pwd", "grp", "termios"):
     sys.modules[name] = None
 for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM"):

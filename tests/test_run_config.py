@@ -1,11 +1,16 @@
 """The keys of a run: what is read, what is refused, and what an error says."""
 
-import pytest
-from training_runs import RECIPES
+import shutil
+import subprocess
+import sys
+import zipfile
 
-from hf_sigmoid.training import run_config  # isort: skip
-from hf_sigmoid.training import run_keys  # isort: skip
-from hf_sigmoid.errors import BadInput  # isort: skip
+import pytest
+from training_runs import RECIPES, arguments
+
+from hf_sigmoid import command_line
+from hf_sigmoid.errors import BadInput
+from hf_sigmoid.training import recipe_files, run_config, run_keys
 
 
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("s*/*.yaml")), ids=lambda f: f.parent.name)
@@ -68,9 +73,12 @@ def test_a_list_may_be_pasted_as_the_docs_have_it(given, key, value):
         ("optim.qk_rule=constant", "optim.qk_rule constant: expected optim.qk_tau beside it"),
         ("evaluate.windows=3", "evaluate.windows 3: expected evaluate.path beside it"),
         ("log.project=mine", "log.project mine: expected log.trackers beside it"),
-        ("log.trackers=[mlflow]", "some of tensorboard, wandb, trackio, got 'mlflow'"),
+        (
+            "log.trackers=[mlflow]",
+            "log.trackers[0]: expected one of tensorboard, wandb, trackio, got 'mlflow'",
+        ),
         ("train.parameters=lora", "lora.rank: expected a number with train.parameters=lora"),
-        ("data.mixture=[a]", "data.mixture: expected a list of dict or null"),
+        ("data.mixture=[a]", "data.mixture[0]: expected keys and values, got 'a'"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(override, words):
@@ -107,3 +115,54 @@ def test_keys_that_contradict_each_other_are_refused(overrides, words):
 def test_a_group_without_keys_is_no_key(tmp_path):
     (tmp_path / "run.yaml").write_text("train:\noptim:\n  lr: 1\n")
     assert run_config.load(tmp_path / "run.yaml", ["model=m", "output_dir=o"]).optim.lr == 1
+
+
+@pytest.mark.parametrize("command", ["train", "distil"])
+def test_the_command_prints_every_key_and_loads_no_torch(command):
+    code = "import sys; sys.modules['torch'] = None; from hf_sigmoid import command_line as c; "
+    run = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit(c.main([{command!r}, '--keys']))"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    kind = {"train": run_keys.Run, "distil": run_keys.Distil}[command]
+    assert [line.partition("=")[0] for line in run.stdout.splitlines()] == [
+        name for name, _ in run_config.keys(kind)
+    ]
+    assert "\ntrain.block_size=512  # int, at least 2; tokens a row" in run.stdout
+    assert "\ntrain.precision=fp32  # one of fp32, bf16; or bf16" in run.stdout
+
+
+def test_a_recipe_is_copied_and_begins_a_run(tiny, corpus_file, tmp_path, capsys):
+    assert command_line.main(["recipes"]) == 0
+    assert "ssmax/continue    " in capsys.readouterr().out
+    config, out = tmp_path / "my.yaml", tmp_path / "out"
+    copy = ["recipes", "--copy", "ssmax/continue", str(config)]
+    assert command_line.main(copy) == 0
+    for words, argv in (
+        ("which exists", copy),
+        ("the nearest is 'ssmax/continue'", ["recipes", "--copy", "ssmax/continu"]),
+        ("model is missing", ["train", str(config)]),
+        ("no such configuration file", ["train", "absent.yaml", "model=m"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            command_line.main(argv)
+        assert ended.value.code == 2 and words in capsys.readouterr().err
+    argv = arguments(tiny, corpus_file, out, **{"train.steps": 1})
+    assert command_line.main(["train", str(config), *argv]) == 0
+    assert (out / "final" / "config.json").exists()
+    assert run_config.load(out / "config.yaml", []).attn == "ssmax"
+
+
+def test_a_wheel_holds_the_recipes(tmp_path):
+    root, source = RECIPES.parent, tmp_path / "source"
+    for name in ("hf_sigmoid", "conversions", "kernels", "recipes"):
+        shutil.copytree(root / name, source / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source)
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    run = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if "hf_sigmoid/recipes" in name}
+    assert held == {f"hf_sigmoid/recipes/{name}.yaml" for name in recipe_files.files()}

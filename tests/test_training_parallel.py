@@ -1,11 +1,7 @@
 """continue_pretrain.py on two gloo processes: DDP, FSDP2, tensor parallelism, and both."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +9,24 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
-from training_runs import RECIPES, arguments, launch, losses, work
+from training_runs import (
+    ON_CPU,
+    RECIPES,
+    arguments,
+    launch,
+    launcher,
+    losses,
+    started,
+    steps,
+    until,
+    work,
+    workers_of,
+)  # fmt: skip
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_sigmoid.training import checkpointing  # isort: skip
 from hf_sigmoid.training import train  # isort: skip
-from hf_sigmoid.training import parallel  # isort: skip
+from hf_sigmoid.training.layout import of_launch  # isort: skip
 from hf_sigmoid.errors import BadInput  # isort: skip
 
 # With what `accelerate config` writes besides: loading on one process alone is accelerate's way.
@@ -126,38 +134,18 @@ def test_a_whole_state_fits_every_layout_and_a_sharded_one_its_own(
 
 
 def test_a_signal_to_one_process_saves_the_same_step_of_all(tiny, corpus_file, tmp_path):
-    import psutil
-
     keys = {"train.steps": 10**6, "checkpoint.every": 0, "optim.lr": 1e-5}
-    argv = arguments(tiny, corpus_file, tmp_path / "out", **keys)
-    command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
-        "--main_process_port", "0", "--num_machines", "1", "--mixed_precision", "no",
-        str(RECIPES / "continue_pretrain.py"), *argv,
-    ]  # fmt: skip
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    run = started(*launcher(2), *arguments(tiny, corpus_file, tmp_path, **keys), **ON_CPU)
     try:
-        log = tmp_path / "out" / "log.jsonl"
-        until = time.monotonic() + 120
-        while not (log.exists() and log.read_text().count("\n") > 3):
-            assert time.monotonic() < until and run.poll() is None
-            time.sleep(0.2)
-        workers = [
-            child for child in psutil.Process(run.pid).children(recursive=True)
-            if "continue_pretrain.py" in " ".join(child.cmdline())
-        ]  # fmt: skip
-        assert len(workers) == 2
-        workers[1].send_signal(signal.SIGUSR1)
+        until(lambda: steps(tmp_path) > 3, run)
+        _, worker = workers_of(run)
+        worker.send_signal(signal.SIGUSR1)
         _, errors = run.communicate(timeout=120)
     finally:
         run.kill()
     assert run.returncode == 0, errors[-3000:]
-    saved = checkpointing.latest(tmp_path / "out" / "checkpoints")
-    assert saved.step == len(losses(tmp_path / "out")) and set(saved.manifest["packer"]) == {
-        "0",
-        "1",
-    }
+    saved = checkpointing.latest(tmp_path / "checkpoints")
+    assert saved.step == len(losses(tmp_path)) and set(saved.manifest["packer"]) == {"0", "1"}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +171,7 @@ def test_a_layout_that_would_be_wrong_is_refused(monkeypatch, world, environment
         num_processes=world, process_index=0, distributed_type=DistributedType.MULTI_GPU
     )
     with pytest.raises(BadInput) as error:
-        parallel._layout(accelerator)
+        of_launch(accelerator)
     assert says in str(error.value)
 
 
@@ -207,9 +195,9 @@ def test_a_layout_is_what_the_launcher_says(monkeypatch, world, environment, exp
     accelerator = SimpleNamespace(
         num_processes=world, process_index=5 % world, distributed_type=DistributedType.MULTI_GPU
     )
-    layout = parallel._layout(accelerator)
-    assert str(layout) == expected and layout.world == world
-    assert layout.data_rank == (5 % world) // (layout.tensor * layout.context)
+    found = of_launch(accelerator)
+    assert str(found) == expected and found.world == world
+    assert found.data_rank == (5 % world) // (found.tensor * found.context)
 
 
 @pytest.mark.parametrize(
@@ -261,4 +249,4 @@ def test_every_yaml_of_accelerate_is_the_layout_that_it_is_named_after(
     accelerator = SimpleNamespace(
         num_processes=world, process_index=0, distributed_type=DistributedType.MULTI_GPU
     )
-    assert str(parallel._layout(accelerator)) == layout
+    assert str(of_launch(accelerator)) == layout

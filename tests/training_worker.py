@@ -16,8 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
-from hf_sigmoid.training import run_config
-from hf_sigmoid.training.train import Training
+from hf_sigmoid.training import checkpointing, prepare, run_config
 
 
 def main() -> None:
@@ -26,16 +25,16 @@ def main() -> None:
         os.environ.update(environment)
         run = run_config.load(None, argv)
         # Not `main`, which ends the group of the processes.
-        assert Training(run).start() is not None
+        assert prepare.train(run) is not None
         if resume:
             out = Path(run.output_dir)
             if os.environ["RANK"] == "0":
                 (out / "final").rename(out / "finished")
                 shutil.copy(out / "log.jsonl", out / "finished.jsonl")
             torch.distributed.barrier()
-            again = Training(run)
-            assert again.start() is not None
-            assert again.resumed.step == resume, again.resumed
+            taken = checkpointing.latest(out / "checkpoints")
+            assert taken.step == resume, taken
+            assert prepare.train(run) is not None
         for name in environment:
             del os.environ[name]
     torch.distributed.destroy_process_group()

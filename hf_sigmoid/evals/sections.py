@@ -21,7 +21,7 @@ Row = dict[str, str]  # of a table, by column
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A heading; paragraphs, a list of facts, and tables as plain text; names of pictures."""
 
     title: str
@@ -57,18 +57,18 @@ def warnings_of(summary: Summary) -> list[str]:
     return texts
 
 
-def sections(summary: Summary) -> list[Section]:
+def sections(summary: Summary) -> list[ReportSection]:
     """The whole report, without sections that there are no data for."""
     made = (_accuracy, _depths, _compared, _losses, _attention, _checks, _tokens, _detail)
     found = [make(summary) for make in made]
     has_rows = [any(isinstance(block, list) and block for block in each.blocks) for each in found]
     sections = [_run(summary), *(each for each, has in zip(found, has_rows, strict=True) if has)]
     if find_spec("matplotlib") is None:
-        sections.append(Section("Pictures", [NO_PICTURES]))
+        sections.append(ReportSection("Pictures", [NO_PICTURES]))
     return sections
 
 
-def _run(summary: Summary) -> Section:
+def _run(summary: Summary) -> ReportSection:
     facts = (
         f"Tasks: {', '.join(summary['tasks']) or NONE}",
         f"Prompt lengths, tokens: {', '.join(map(wording.whole, summary['lengths'])) or NONE}",
@@ -86,10 +86,10 @@ def _run(summary: Summary) -> Section:
         }
         for name, model in wording.named(summary).items()
     ]  # fmt: skip
-    return Section("What was run", [facts, *([rows] if rows else [])])
+    return ReportSection("What was run", [facts, *([rows] if rows else [])])
 
 
-def _accuracy(summary: Summary) -> Section:
+def _accuracy(summary: Summary) -> ReportSection:
     words = (
         "Pooled over depths, by prompt length in tokens: accuracy, its exact 95% interval, and the "
         "number of questions n. The effective length is the longest whose lower bound is at least "
@@ -103,13 +103,13 @@ def _accuracy(summary: Summary) -> Section:
         return reached if reached == NONE else "none" if reached is None else wording.whole(reached)
 
     rows = _by_length(summary, "lengths", ("task", "model"), {"effective length": effective})
-    return Section("Accuracy", [words, rows])
+    return ReportSection("Accuracy", [words, rows])
 
 
-def _depths(summary: Summary) -> Section:
+def _depths(summary: Summary) -> ReportSection:
     words = "Depth is where in the haystack the needle lies, 0% the start."
     rows = _by_length(summary, "cells", ("task", "model", "depth"), {})
-    return Section("Accuracy by depth", [words, rows], [pictures.HEATMAP])
+    return ReportSection("Accuracy by depth", [words, rows], [pictures.HEATMAP])
 
 
 def _by_length(
@@ -132,7 +132,7 @@ def _by_task(summary: Summary, rows: Any) -> list[Row]:
     return sorted(rows, key=lambda row: order.index(row["task"]))
 
 
-def _compared(summary: Summary) -> Section:
+def _compared(summary: Summary) -> ReportSection:
     columns = {
         "both right": "both", "only baseline": "only_first", "only the other": "only_second",
         "neither": "neither",
@@ -156,7 +156,7 @@ def _compared(summary: Summary) -> Section:
         words.append(
             "Some questions share a haystack and are not independent: p is then too small."
         )
-    return Section("Models compared", [*words, rows])
+    return ReportSection("Models compared", [*words, rows])
 
 
 def _share_haystacks(summary: Summary) -> bool:
@@ -164,7 +164,7 @@ def _share_haystacks(summary: Summary) -> bool:
     return any(cell["n"] > cell["haystacks"] for cell in pooled)
 
 
-def _losses(summary: Summary) -> Section:
+def _losses(summary: Summary) -> ReportSection:
     blocks: list[Any] = []
     costs = [
         {
@@ -196,10 +196,10 @@ def _losses(summary: Summary) -> Section:
     if found:
         rows = [found[span] for span in sorted(found)]
         blocks += ["Loss by position in nats a token, with 95% bands.", rows]
-    return Section("Loss by position", blocks, [pictures.LOSS])
+    return ReportSection("Loss by position", blocks, [pictures.LOSS])
 
 
-def _attention(summary: Summary) -> Section:
+def _attention(summary: Summary) -> ReportSection:
     rows = [
         {"task": entry["task"], "model": name, **_strongest_head(entry)}
         for name, model in wording.named(summary).items()
@@ -213,7 +213,7 @@ def _attention(summary: Summary) -> Section:
         "weights; the medians are over all heads."
     )
     shown = [pictures.NEEDLE, pictures.N_EFF]
-    return Section("Attention on the needle", [words, _by_task(summary, rows)], shown)
+    return ReportSection("Attention on the needle", [words, _by_task(summary, rows)], shown)
 
 
 def _strongest_head(entry: dict[str, Any]) -> Row:
@@ -234,7 +234,7 @@ def _strongest_head(entry: dict[str, Any]) -> Row:
     }
 
 
-def _checks(summary: Summary) -> Section:
+def _checks(summary: Summary) -> ReportSection:
     rows = []
     for name, model in wording.named(summary).items():
         checks = model["checks"] or {}
@@ -246,10 +246,10 @@ def _checks(summary: Summary) -> Section:
         "another row, padding: Σ p |Δ log p| in nats, at the worst token; and by how much what "
         "the model generates falls short of the likeliest."
     )
-    return Section("The run's own checks", [words, rows])
+    return ReportSection("The run's own checks", [words, rows])
 
 
-def _tokens(summary: Summary) -> Section:
+def _tokens(summary: Summary) -> ReportSection:
     rows = [
         {
             "model": name, "task": each["task"], "forwarded": wording.whole(each["forwarded"]),
@@ -263,10 +263,10 @@ def _tokens(summary: Summary) -> Section:
         "Tokens that went through the model, against what RULER's way would take: every prompt "
         f"whole. {NONE} is a task that RULER lacks."
     )
-    return Section("Tokens forwarded", [words, rows])
+    return ReportSection("Tokens forwarded", [words, rows])
 
 
-def _detail(summary: Summary) -> Section:
+def _detail(summary: Summary) -> ReportSection:
     # What no cell has is no column, nor is what stands above.
     rows = cell_rows(summary, "lengths")
     always = {"model", "attn", "task", "length", "correct", "95% interval"}
@@ -278,7 +278,7 @@ def _detail(summary: Summary) -> Section:
         "often the model writes the answer, contained how much of it."
     )
     lines = [{name: row[name] for name in row if name in shown} for row in rows]
-    return Section("Every length in detail", [words, lines])
+    return ReportSection("Every length in detail", [words, lines])
 
 
 def cell_rows(summary: Summary, part: str) -> list[Row]:

@@ -70,8 +70,8 @@ class QuacK:
         self._last = self._initial.new_full((1,), tau)
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
         self._hooks = [
-            optimizer.register_step_pre_hook(self._keep),
-            optimizer.register_step_post_hook(self._scale),
+            optimizer.register_step_pre_hook(self.keep),
+            optimizer.register_step_post_hook(self.scale),
         ]
 
     @property
@@ -121,7 +121,7 @@ class QuacK:
         return self.tau * now / self._initial.to(now.device)
 
     @torch.no_grad()
-    def _keep(self, optimizer, args, kwargs) -> None:
+    def keep(self, optimizer, args=(), kwargs=None) -> None:
         """Before a step: rates from the weights as they are, and a copy of these."""
         trained = _trained(optimizer)
         self._rows.refresh()
@@ -133,7 +133,7 @@ class QuacK:
         ]
 
     @torch.no_grad()
-    def _scale(self, optimizer, args, kwargs) -> None:
+    def scale(self, optimizer, args=(), kwargs=None) -> None:
         """After it: as much of the update as the rates say."""
         for here, old, share in self._before:
             wide = torch.promote_types(here.dtype, share.dtype)

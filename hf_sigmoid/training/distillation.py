@@ -10,10 +10,12 @@ at the end.
 """
 
 import copy
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -26,6 +28,7 @@ from hf_sigmoid.conversions import folding, revert
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.logit_control.heads import is_projection
 from hf_sigmoid.replace_attention import give_back, use
+from hf_sigmoid.training.packing import model_inputs
 
 FUNCTION = "hf_sigmoid_distillation"  # the attention function of both models meanwhile
 SCALES = "head_scales"
@@ -48,26 +51,24 @@ class HeadScales(nn.Module):
 
 
 def attention(module: nn.Module, query: Tensor, key, value, attention_mask, **kwargs):
-    """What both models call: softmax in modules without scales, else gain · function(τ_h q, …)."""
+    """Softmax in modules without scales, else gain · function(τ_h q, …): of both models."""
+
+    def of_function(name: str, query: Tensor):
+        return transformers_attention.attention(
+            name, module, query, key, value, attention_mask, **kwargs
+        )
+
     scales = module._modules.get(SCALES)
     if scales is None:
-        return transformers_attention.attention(
-            "softmax", module, query, key, value, attention_mask, **kwargs
-        )
+        return of_function("softmax", query)
     scaled = query
     if scales.temperature is not None:
         scaled = query * scales.temperature.to(query.dtype).view(1, -1, 1, 1)
-    function = parameters.holder_of(module).function
-    output, _ = transformers_attention.attention(
-        function, module, scaled, key, value, attention_mask, **kwargs
-    )
+    output, _ = of_function(parameters.holder_of(module).function, scaled)
     if scales.gain is not None:
         output = output * scales.gain.to(output.dtype).view(1, 1, -1, 1)
     if scales.blend < 1:
-        softmax, _ = transformers_attention.attention(
-            "softmax", module, query, key, value, attention_mask, **kwargs
-        )
-        output = torch.lerp(softmax, output, scales.blend)
+        output = torch.lerp(of_function("softmax", query)[0], output, scales.blend)
     return output, None
 
 
@@ -84,22 +85,17 @@ class Distillation:
     """
 
     def __init__(
-        self,
-        student: PreTrainedModel,
-        teacher: PreTrainedModel,
-        *,
-        lora_rank: int | None,
+        self, student: PreTrainedModel, teacher: PreTrainedModel, *, lora_rank: int | None,
         probe: Tensor,
-    ):
+    ):  # fmt: skip
         self.dtypes = {name: tensor.dtype for name, tensor in student.state_dict().items()}
         self.student, self.teacher = student.float(), teacher.float()
         self.places = folding.find_places(student, probe)
-        converted = [
-            name
+        self.modules = {
+            name: module
             for name, module in parameters.attention_modules(student)
             if (holder := parameters.holder_of(module)) and holder.function != "softmax"
-        ]
-        self.modules = {name: student.get_submodule(name) for name in converted}
+        }
         for name, module in self.modules.items():
             device = next(module.parameters()).device
             scales = HeadScales(parameters.head_count(module), self.places[name], device)
@@ -119,13 +115,11 @@ class Distillation:
         inside = tuple(f"{name}." for name in self.modules)
         for name, parameter in self.student.named_parameters():
             number = f".{parameters.HOLDER}." in name or f".{SCALES}." in name
-            within = name.startswith(inside)
+            low_rank = ".lora_" in name
             wanted = {
-                "numbers": number,
-                "projections": within and ".lora_" not in name,
-                "lora": number or ".lora_" in name,
-                "all": ".lora_" not in name,
-            }[trains]
+                "numbers": number, "lora": number or low_rank, "all": not low_rank,
+                "projections": name.startswith(inside) and not low_rank,
+            }[trains]  # fmt: skip
             if wanted and parameter.is_floating_point():
                 chosen[name] = parameter.requires_grad_()
         return chosen
@@ -142,44 +136,35 @@ class Distillation:
             def hook(module, args, kwargs, output):
                 # Some models hand a dict from layer to layer (shared keys and values): the
                 # student must not write into the teacher's.
-                kwargs = {
-                    key: dict(value) if isinstance(value, dict) else value
-                    for key, value in kwargs.items()
-                }
-                target = _first(output)
+                own = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}
                 with torch.enable_grad():
-                    found = _first(self.modules[name](*args, **kwargs))
-                    error = _relative(found, target)
+                    error = _relative(self.modules[name](*args, **own), output)
                     if error.requires_grad:
                         (error * scale).backward()
                 errors[name] = error.item()
 
             return hook
 
-        hooks = [
-            self.teacher.get_submodule(name).register_forward_hook(distil(name), with_kwargs=True)
-            for name in self.modules
-        ]
-        try:
-            with torch.no_grad():
-                # Not the head: its logits are of no use here.
-                self.teacher.base_model(**_inputs(batch))
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, torch.no_grad():
+            for name in self.modules:
+                module = self.teacher.get_submodule(name)
+                hook = module.register_forward_hook(distil(name), with_kwargs=True)
+                hooks.callback(hook.remove)
+            # Not the head: its logits are of no use here.
+            self.teacher.base_model(**model_inputs(batch))
         return errors
 
     def end_to_end(self, batch: dict[str, Tensor], *, kl: float, ignored: int) -> Tensor:
         """The loss, summed over the tokens that have a label."""
         labels = batch["labels"].flatten()
         asked = labels != ignored
-        logits = self.student(**_inputs(batch)).logits.flatten(0, 1)[asked].float()
+        logits = self.student(**model_inputs(batch)).logits.flatten(0, 1)[asked].float()
         loss = logits.new_zeros(())
         if kl < 1:
             loss = (1 - kl) * F.cross_entropy(logits, labels[asked], reduction="sum")
         if kl > 0:
             with torch.no_grad():
-                target = self.teacher(**_inputs(batch)).logits.flatten(0, 1)[asked].float()
+                target = self.teacher(**model_inputs(batch)).logits.flatten(0, 1)[asked].float()
             loss = loss + kl * F.kl_div(
                 logits.log_softmax(-1), target.log_softmax(-1), reduction="sum", log_target=True
             )
@@ -210,34 +195,34 @@ class Distillation:
         folded = folding.fold(self.student, self.places, factors, keep_originals=keep_originals)
         with torch.no_grad():
             found = self.student(probe, use_cache=False).logits
-        scale = expected.abs().max()
-        if not (found - expected).abs().max() <= 1e-3 * scale:
+        difference = ((found - expected).abs().max() / expected.abs().max()).item()
+        if not difference <= 1e-3:
             raise RuntimeError(
                 "gains and temperatures folded into the projections must not change the model by "
-                f"more than 1e-3, got {((found - expected).abs().max() / scale).item():.1e}"
+                f"more than 1e-3, got {difference:.1e}"
             )
         for name, tensor in self.student.state_dict(keep_vars=True).items():
             tensor.data = tensor.data.to(self.dtypes[name])
-        if folded.factors:
-            setattr(self.student.config, folding.RECORD, True)
         for name, original in folded.originals.items():
             folded.originals[name] = original.to(self.dtypes[name])
+        if folded.factors:
+            setattr(self.student.config, folding.RECORD, True)
         return folded
-
-    def _projections(self) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in self.modules.items():
-            for child, part in module.named_modules():
-                if is_projection(part):
-                    yield f"{name}.{child}", part
 
     def _add_lora(self, rank: int) -> None:
         from peft import LoraConfig, inject_adapter_in_model
 
-        names = [name for name, _ in self._projections()]
+        names = [
+            f"{name}.{child}"
+            for name, module in self.modules.items()
+            for child, part in module.named_modules()
+            if is_projection(part)
+        ]
         if not names:
             raise BadInput("lora: no converted module has a plain projection to change")
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
-        inject_adapter_in_model(config, self.student)
+        inject_adapter_in_model(
+            LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names), self.student
+        )
 
     def _merge_lora(self) -> None:
         from peft.tuners.lora import LoraLayer
@@ -258,14 +243,10 @@ def softmax_inside(
         folded: what was folded into the student earlier, which its teacher is without.
         trains: "numbers", "projections", "lora" or "all": what any stage will train.
     """
-    if trains <= {"numbers", "lora"}:
-        own: set[str] = set()
-    elif "all" in trains:
-        own = {name for name, _ in student.named_parameters()}
-    else:
-        inside = tuple(f"{name}." for name, _ in parameters.attention_modules(student))
-        own = {name for name, _ in student.named_parameters() if name.startswith(inside)}
-    shared = [p for name, p in student.named_parameters() if name not in own]
+    own: tuple[str, ...] = ("",) if "all" in trains else ()
+    if "projections" in trains:
+        own += tuple(f"{name}." for name, _ in parameters.attention_modules(student))
+    shared = [p for name, p in student.named_parameters() if not name.startswith(own)]
     teacher = revert(copy.deepcopy(student, {id(p): p for p in shared}))
     if folded is not None:
         folding.restore(teacher, folded)
@@ -274,29 +255,13 @@ def softmax_inside(
 
 def _use(model: PreTrainedModel, function: str) -> list[tuple]:
     """Switch every config of a model to an attention function; what they had before."""
-    configs = {id(model.config): model.config}
-    for module in model.modules():
-        if (config := getattr(module, "config", None)) is not None:
-            configs.setdefault(id(config), config)
-    return use(configs.values(), function)
+    configs = [model.config, *(getattr(module, "config", None) for module in model.modules())]
+    return use({id(each): each for each in configs if each is not None}.values(), function)
 
 
-def _inputs(batch: dict[str, Tensor]) -> dict:
-    # Without a mask and a cache, transformers reads the documents off position_ids.
-    return {
-        "input_ids": batch["input_ids"],
-        "position_ids": batch["position_ids"],
-        "attention_mask": None,
-        "use_cache": False,
-    }
-
-
-def _first(output) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
-
-
-def _relative(found: Tensor, target: Tensor) -> Tensor:
+def _relative(found: Any, target: Any) -> Tensor:
     """Mean over the rows of a batch, so that it does not depend on how rows are divided."""
+    found, target = (each[0] if isinstance(each, tuple) else each for each in (found, target))
     found, target = found.float(), target.float()
     error, norm = ((each**2).sum((1, 2)) for each in (found - target, target))
     return (error / norm.clamp(min=1e-20)).mean()
@@ -304,8 +269,6 @@ def _relative(found: Tensor, target: Tensor) -> Tensor:
 
 def load_trained(file: Path, named: dict[str, nn.Parameter]) -> None:
     """Put back what a checkpoint holds of the student's trained parameters."""
-    from safetensors.torch import load_file
-
     tensors = load_file(file)
     if tensors.keys() != named.keys():
         raise BadInput(f"{file} holds other parameters than this run trains")

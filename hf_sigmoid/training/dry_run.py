@@ -2,56 +2,45 @@
 
 import copy
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from hf_sigmoid.loading import from_config
-from hf_sigmoid.training import optimization
-from hf_sigmoid.training.packing import step_batches
+from hf_sigmoid.training import opening, optimization
+from hf_sigmoid.training.job import Job
+from hf_sigmoid.training.layout import Division
 from hf_sigmoid.training.run_keys import Run
+from hf_sigmoid.training.update import loss_and_gradients
 
 LAYERS = 2
 
 
-def describe(run: Run, *, model: Any, groups: list[dict], layout: Any, blocks: int):
+def describe(job: Job, model: Any, groups: list[dict]) -> Iterator[str]:
     """The lines to print behind opening.py's. `model` may be on the meta device."""
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for group in groups for p in group["params"])
-    tokens = blocks * run.train.block_size
+    run, warm = job.run, max(1, job.run.warmup_steps)
     yield optimization.describe(groups)
-    yield f"{tokens:,} tokens a step, {tokens * run.steps:,} in all"
+    yield f"{job.tokens_per_step:,} tokens a step, {job.tokens_per_step * run.steps:,} in all"
     yield "rate: " + ", ".join(
-        f"{_factor(run, step):.3g} of the peak at step {step}" for step in _milestones(run)
+        f"{optimization.lr_factor_of(run, step):.3g} of the peak at step {step}"
+        for step in sorted({1, warm, (warm + run.steps) // 2, run.steps})
     )
     yield "memory of a process, estimated: " + ", ".join(
         f"{name} {size / 1e9:.2f} GB"
-        for name, size in memory(run, model, total, trained, layout).items()
+        for name, size in memory(run, model, job.processes.layout).items()
     )
 
 
-def _milestones(run: Run) -> list[int]:
-    warm = run.warmup_steps
-    return sorted({1, max(1, warm), (max(1, warm) + run.steps) // 2, run.steps})
-
-
-def _factor(run: Run, step: int) -> float:
-    return optimization.lr_factor(
-        step,
-        steps=run.steps,
-        warmup_steps=run.warmup_steps,
-        min_ratio=run.optim.min_lr_ratio,
-        schedule=run.optim.schedule,
-    )
-
-
-def memory(run: Run, model: Any, total: int, trained: int, layout: Any) -> dict[str, float]:
+def memory(run: Run, model: Any, layout: Division) -> dict[str, float]:
     """Bytes on one process: float32 weights, gradients and two moments, and the activations.
 
     Activations by Korthikanti et al. 2022 (arXiv 2205.05198, equation 2) without the attention
     matrix, which no kernel here keeps: 34 bytes a token, feature and layer in 16 bits; 2 with
     gradient checkpointing, and one layer in full. Logits are kept in float32 with their gradient.
     """
+    sizes = opening.sizes(model)
+    trained, total = sizes[True], sum(sizes.values())
     config = model.config.get_text_config()
     share = layout.shard * layout.tensor
     rows = run.train.batch_size * run.train.block_size
@@ -90,17 +79,12 @@ def two_layers(config: Any, attn: str | None, device: torch.device) -> Any:
     return from_config(config, attn, device)
 
 
-def one_step(training: Any, model: Any) -> str:
+def one_step(job: Job, model: Any, groups: list[dict]) -> str:
     """Train the cut by one step of this very run; its loss and how long it took."""
-    run = training.run
-    groups = optimization.parameter_groups(model, run, training.query_key_names(model))
-    optimizer = optimization.make_optimizer(groups, run)
-    batches = step_batches(
-        training.packer, rank=training.rank, ranks=training.ranks,
-        batch_size=run.train.batch_size, grad_accumulation=run.train.grad_accumulation,
-    )  # fmt: skip
+    optimizer = optimization.make_optimizer(groups, job.run)
+    batches = job.batches()
     started = time.perf_counter()
-    loss, norm = training.loss_and_gradients(model, batches)
+    loss, norm = loss_and_gradients(job, model, batches)
     optimizer.step()
     seconds = time.perf_counter() - started
     return (

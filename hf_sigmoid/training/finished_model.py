@@ -15,35 +15,33 @@ from hf_sigmoid.conversions.folding import FILE as FOLDED
 from hf_sigmoid.conversions.revert import REPORT
 from hf_sigmoid.files import write_text
 from hf_sigmoid.registration import FUNCTIONS
-from hf_sigmoid.training import checkpointing, resuming, run_config
+from hf_sigmoid.training import checkpointing, run_config, run_log
+from hf_sigmoid.training.job import Job
+from hf_sigmoid.training.run_folder import RECORD
+from hf_sigmoid.training.run_keys import Run
 
 ADAPTER = "adapter"
 PLACES = ("model", "output_dir", "data.path", "data.dataset", "data.mixture", "evaluate.path")
 
 
-def write(training: Any) -> None:
-    """`final/`: every process calls it; weights that are divided are gathered."""
-    checkpointing.publish(
-        training.final,
-        lambda folder: _fill(training, folder),
-        main=training.main,
-        wait=training.accelerator.wait_for_everyone,
-    )
-    training.accelerator.wait_for_everyone()
+def write(folder: Path, job: Job, source: str, model: Any, skipped: int) -> None:
+    """Fill `final/`: every process calls it; weights that are divided are gathered.
 
-
-def _fill(training: Any, folder: Path) -> None:
-    model, run, source, probe = training._bare_model(), training.run, training.source, None
-    if run.parameters == "lora" and training.main:
+    Args:
+        source: the folder of the model that was trained on.
+        skipped: steps that changed no weight.
+    """
+    run, main, probe = job.run, job.processes.main, None
+    if run.parameters == "lora" and main:
         from hf_sigmoid.conversions.merging import Probe, merge
 
         model.save_pretrained(folder / ADAPTER)
         _name_the_base(folder / ADAPTER, _base(run))
         probe = Probe(model)
         model = merge(model)
-    if training.main or training.layout.splits_weights:
-        checkpointing.save_whole(folder, model, main=training.main)
-    if not training.main:
+    if main or job.processes.layout.splits_weights:
+        checkpointing.save_whole(folder, model, main=main)
+    if not main:
         return
     # What was frozen; merged weights in the source's dtype, as `hf-sigmoid merge` has them.
     give_back(folder, source, cast=probe is not None)
@@ -52,9 +50,9 @@ def _fill(training: Any, folder: Path) -> None:
             probe.check(folder)
         except ValueError as error:
             raise FloatingPointError(
-                f"{error}; {training.checkpoints} has the adapter's last checkpoint"
+                f"{error}; {job.folder.checkpoints} has the adapter's last checkpoint"
             ) from error
-    training.tokenizer.save_pretrained(folder)
+    job.tokenizer.save_pretrained(folder)
     copy_companions(source, folder)
     for name in (REPORT, FOLDED):  # what `hf-sigmoid revert` needs of a converted model
         if (Path(source) / name).is_file():
@@ -62,45 +60,44 @@ def _fill(training: Any, folder: Path) -> None:
     # Names, not places: this folder goes where the model goes (`config.yaml` has the places).
     keys = {key: value for key, value in run_config.flat(run).items() if key not in PLACES}
     record = {
-        "step": run.steps, "skipped": training.skipped, "model": _base(run),
-        "text": training.corpus.describe(), "text_sha256": training.corpus.fingerprint, **keys,
+        "step": run.steps, "skipped": skipped, "model": _base(run),
+        "text": job.corpus.describe(), "text_sha256": job.corpus.fingerprint, **keys,
     }  # fmt: skip
-    write_text(folder / resuming.RECORD, json.dumps(record, indent=1) + "\n")
-    log = [json.loads(line) for line in training.log_lines()]
-    (folder / "README.md").write_text(card(run, model, log, training), encoding="utf-8")
-
-
-def card(run: Any, model: Any, log: list[dict[str, Any]], training: Any) -> str:
-    """`README.md`, with the front matter that the hub reads."""
-    title = _base(run)
+    write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
     attention = model.config._attn_implementation
+    (folder / "README.md").write_text(card(job, source, attention), encoding="utf-8")
+
+
+def card(job: Job, source: str, attention: str) -> str:
+    """`README.md`, with the front matter that the hub reads."""
+    run, tokens = job.run, job.tokens_per_step
+    title = _base(run)
     # A folder here may be what was made of a model of the hub.
-    base = known_base(training.source) if Path(run.model).exists() else title
+    base = known_base(source) if Path(run.model).exists() else title
     data = ModelCardData(
         base_model=base, library_name="transformers", pipeline_tag="text-generation",
         tags=["hf-sigmoid", *([f"{attention}-attention"] if attention in FUNCTIONS else [])],
     )  # fmt: skip
-    tokens = training.blocks_per_step * run.train.block_size
     what = {
         "all": "all weights", "attention": "the attention weights",
-        "log_length": "the attention row numbers alone",
+        "log_length": "the attention's per-query terms alone",
         "lora": f"adapters of rank {run.lora.rank}, merged here (`{ADAPTER}/` has them apart)",
     }[run.parameters]  # fmt: skip
     lines = [
         f"# {title}, pretrained on with {attention} attention",
         f"{run.steps:,} steps of {tokens:,} tokens, {run.steps * tokens:,} in all; trained: "
-        f"{what}. Text: {training.corpus.describe()} (fingerprint "
-        f"`{training.corpus.fingerprint[:16]}`).",
-        origin(training.source),
-        _results(log),
-        how_to_load(training.final.name, "AutoModelForCausalLM", attention in FUNCTIONS),
+        f"{what}. Text: {job.corpus.describe()} (fingerprint "
+        f"`{job.corpus.fingerprint[:16]}`).",
+        origin(source),
+        _results(run_log.read(job.folder.log)),
+        how_to_load(job.folder.final.name, "AutoModelForCausalLM", attention in FUNCTIONS),
         "Keys of the run:",
         "```yaml\n" + _keys(run) + "```",
     ]
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, lines)) + "\n"
 
 
-def _base(run: Any) -> str:
+def _base(run: Run) -> str:
     """The hub's name of what was trained on, or its folder's."""
     if run.model == embedded.NAME:
         return embedded.HUB_ID
@@ -135,9 +132,9 @@ def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-def _keys(run: Any) -> str:
-    """What differs from the defaults, but for places on the machine that trained."""
-    default = run_config.flat(type(run)())
+def _keys(run: Run) -> str:
+    """The keys that differ from the defaults, but for places on the machine that trained."""
+    default = run_config.defaults(Run)
     return "".join(
         f"{key}: {json.dumps(value)}\n"
         for key, value in run_config.flat(run).items()

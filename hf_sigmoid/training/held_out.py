@@ -1,7 +1,6 @@
 """Held-out loss and a small needle probe while a model trains, shared out over the processes."""
 
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,12 @@ import torch
 from hf_sigmoid import text
 from hf_sigmoid.conversions.compare import token_windows
 from hf_sigmoid.errors import BadInput
+from hf_sigmoid.evals.loss import summed_loss
 from hf_sigmoid.evals.probe import needle_prompts, score
+from hf_sigmoid.evals.samples import Sample
 from hf_sigmoid.text.formats import title
 from hf_sigmoid.text.sources import joined
+from hf_sigmoid.training.job import Job
 from hf_sigmoid.training.run_keys import Watch
 
 BUILTIN = "builtin"
@@ -63,13 +65,12 @@ class HeldOut:
             raise BadInput("evaluate.path: expected files, got an empty list (null is none)")
         texts = read_texts(asked.path)
         self.windows = windows(texts, asked.windows, tokenizer, block_size)
-        self.prompts: dict[int, list[Any]] = {}
+        self.prompts: dict[int, list[Sample]] = {}
         if asked.needle:
-            hay = "\n\n".join(texts.values()) if texts else text.held_out()
             try:
                 self.prompts, why = needle_prompts(
-                    hay, tokenizer, asked.needle, samples=asked.needle_samples,
-                    positions=positions,
+                    "\n\n".join(texts.values()) or text.held_out(), tokenizer, asked.needle,
+                    samples=asked.needle_samples, positions=positions, prompt="base",
                 )  # fmt: skip
             except ValueError as error:
                 raise BadInput(f"evaluate.needle: {error}") from None
@@ -80,43 +81,29 @@ class HeldOut:
         return bool(self.windows or self.prompts)
 
     @torch.no_grad()
-    def measure(
-        self,
-        model: Any,
-        *,
-        rank: int,
-        ranks: int,
-        total: Callable[..., list[float]],
-        autocast: Callable[[], Any],
-        asked_to_stop: Callable[[], bool],
-    ) -> dict[str, Any] | None:
+    def measure(self, model: Any, job: Job) -> dict[str, Any] | None:
         """`held_out` (nats a token, by text) and `needle` (share found, by length).
 
         None if a process was asked to stop meanwhile: all of them leave together.
-
-        Args:
-            total: sums values over the `ranks`.
         """
-        was_training = model.training
+        processes, was_training = job.processes, model.training
         model.eval()
         found: dict[str, Any] = {}
         try:
-            for kind, sets, score in (
-                ("held_out", self.windows, _summed_loss),
-                ("needle", self.prompts, _needle),
-            ):
+            sets_of = {"held_out": (self.windows, _loss), "needle": (self.prompts, _needle)}
+            for kind, (sets, scored) in sets_of.items():
                 for name, items in sets.items():
                     sums = [0.0, 0.0]
                     # Every process takes part in every round: sharded weights are gathered in it.
-                    for start in range(0, len(items), ranks):
-                        mine = start + rank
-                        with autocast():
-                            values = score(model, items[min(mine, len(items) - 1)])
+                    for start in range(0, len(items), processes.layout.data_ranks):
+                        mine = start + processes.layout.data_rank
+                        with processes.accelerator.autocast():
+                            values = scored(model, items[min(mine, len(items) - 1)])
                         if mine < len(items):
                             sums = [a + b for a, b in zip(sums, values, strict=True)]
-                        if asked_to_stop():
+                        if job.asked_to_stop():
                             return None
-                    of, count = total(*sums)
+                    of, count = processes.total(*sums)
                     value = of / count
                     found.setdefault(kind, {})[str(name)] = value if math.isfinite(value) else None
         finally:
@@ -124,18 +111,15 @@ class HeldOut:
         return found
 
 
-def _summed_loss(model: Any, window: torch.Tensor) -> tuple[float, float]:
-    ids = window[None].to(model.device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
-    return loss.item(), float(ids.shape[1] - 1)
+def _loss(model: Any, window: torch.Tensor) -> tuple[float, float]:
+    return summed_loss(model, window.to(model.device))
 
 
-def _needle(model: Any, sample: Any) -> tuple[float, float]:
+def _needle(model: Any, sample: Sample) -> tuple[float, float]:
     return float(score(model, [sample])[0][0]), 1.0
 
 
-def brief(found: Sequence[tuple[str, Any]] | dict[str, Any]) -> str:
+def brief(found: dict[str, Any]) -> str:
     """For the progress line."""
     losses = found.get("held_out", {}).items()
     # The perplexity; a model that has diverged has none that can be written down.

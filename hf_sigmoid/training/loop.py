@@ -1,252 +1,171 @@
-"""The loop around the steps of training and of distillation."""
+"""The loop around the steps of a run, whatever it trains: log, evaluation, saving, stopping."""
 
-import shutil
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from tqdm import tqdm
 
-from hf_sigmoid import files, fingerprints
-from hf_sigmoid.errors import BadInput
-from hf_sigmoid.loading import load_tokenizer, max_positions
+from hf_sigmoid.files import write_text
 from hf_sigmoid.run_lock import RunLock
-from hf_sigmoid.training import checkpointing, corpus, parallel, resuming
-from hf_sigmoid.training.packing import Packer, streams_of
-from hf_sigmoid.training.run_log import finite
-from hf_sigmoid.training.stop_signal import StopSignal
+from hf_sigmoid.training import checkpointing, run_config
+from hf_sigmoid.training.checkpointing import Checkpoint
+from hf_sigmoid.training.job import Job
+from hf_sigmoid.training.packing import merged
+from hf_sigmoid.training.run_log import RunLog, finite
+from hf_sigmoid.training.trackers import Trackers
 
 GO_ON = "the same command goes on from there"
 
 
-def leave_group() -> None:
-    """A process that ends with the group's threads alive may abort after all its work is done.
+class Method(Protocol):
+    """A way to train. Every process calls every method."""
 
-    One that Ctrl-C ends does not wait for others, which may never come.
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Take weights and optimiser out of a checkpoint."""
+
+    def step(self, number: int) -> dict[str, Any]:
+        """One update; the values to log."""
+
+    def is_due(self, number: int) -> bool:
+        """Is there something to evaluate after a step (0: before the first)?"""
+
+    def evaluate(self, number: int) -> dict[str, Any] | None:
+        """The values that are due then; None: asked to stop meanwhile."""
+
+    def line(self, values: dict[str, Any]) -> str:
+        """The values of a step for the progress line."""
+
+    def not_finite(self) -> str | None:
+        """The name of a weight that a step has ruined, in what this process holds."""
+
+    def manifest(self) -> dict[str, Any]:
+        """The method's part of a checkpoint's manifest."""
+
+    def write_checkpoint(self, folder: Path) -> None: ...
+
+    def write_final(self, folder: Path) -> None: ...
+
+
+def run_to_end(job: Job, method: Method) -> Path | None:
+    """Train from the last checkpoint to the final model; None if a signal ended it early.
+
+    Raises:
+        FloatingPointError: the run diverged.
+        KeyboardInterrupt: Ctrl-C, after what was done is saved; a second one, at once.
     """
-    if torch.distributed.is_initialized() and sys.exc_info()[0] is not KeyboardInterrupt:
-        torch.distributed.destroy_process_group()
+    run, processes, folder = job.run, job.processes, job.folder
+    done = logged = 0
+    if job.resumed:
+        method.resume(job.resumed)
+        done, logged = job.resumed.step, job.resumed.logged
+        processes.say(f"resuming after step {done} of {run.steps}")
+    with ExitStack() as stack:
+        stack.enter_context(_locked(job))
+        log = None
+        if processes.main:
+            write_text(folder.config, run_config.dump(run))
+            checkpointing.clean_up(folder.checkpoints, job.resumed)
+            log = stack.enter_context(closing(RunLog(folder.log, after=logged)))
+        trackers = Trackers(processes.accelerator, run, folder.root, done)
+        stack.enter_context(closing(trackers))
+        stack.enter_context(job.stop)
+        if not _steps(job, method, log, trackers, done):
+            return None
+        _refuse_ruined(job, method, run.steps)
+        # Whoever asks to stop now would lose the last steps: it is written to its end.
+        checkpointing.publish(folder.final, method.write_final, processes)
+    processes.say(f"final model in {folder.final}")
+    return folder.final
 
 
-class Loop:
-    """One run. A recipe adds `_not_finite()` (the name of a weight that is not, or None),
-    `_write_checkpoint(folder)`, and its steps.
+@contextmanager
+def _locked(job: Job) -> Iterator[None]:
+    """Make the folder and keep other runs out of it."""
+    locks: list[RunLock] = []
+
+    def lock() -> None:
+        job.folder.root.mkdir(parents=True, exist_ok=True)
+        locks.append(RunLock(job.folder.root))
+
+    job.processes.on_main(lock)
+    try:
+        yield
+    finally:
+        for each in locks:
+            each.release()
+
+
+def _steps(job: Job, method: Method, log: RunLog | None, trackers: Trackers, done: int) -> bool:
+    """Train from step `done` on; False if a signal ended it early, after saving."""
+    last, checkpoint = job.run.steps, job.run.checkpoint
+    pending, before = job.resumed and job.resumed.pending, {}
+    with tqdm(total=last, initial=done, unit="step", disable=not job.processes.main) as bar:
+        if not done and method.is_due(0):
+            before = method.evaluate(0)
+            if before is None:
+                return _stopped(job, "before the first step: the same command begins anew")
+        for number in range(done + (not pending), last + 1):
+            stopping = False
+            if pending:
+                values, pending = pending, None
+            else:
+                values = method.step(number) | ({"before": before} if before else {})
+                stopping, before = job.asked_to_stop() and number < last, None
+            if method.is_due(number):
+                found = None if stopping else method.evaluate(number)
+                if found is None:
+                    # What was not measured is measured when the run goes on, and logged then.
+                    _save(job, method, log, number, values)
+                    where = f"in the evaluation of step {number}, which is saved: {GO_ON}"
+                    return _stopped(job, where)
+                values |= found
+                stopping = job.asked_to_stop() and number < last
+            if log:
+                log.write(step=number, **values)
+            trackers.log(number, values)
+            bar.update(number - bar.n)
+            bar.set_postfix_str(method.line(values))
+            if stopping or (checkpoint.every and number % checkpoint.every == 0):
+                _save(job, method, log, number)
+            if stopping:
+                return _stopped(job, f"step {number} is saved: {GO_ON}")
+    return True
+
+
+def _save(
+    job: Job, method: Method, log: RunLog | None, step: int, pending: dict[str, Any] | None = None
+) -> None:
+    """A checkpoint."""
+    _refuse_ruined(job, method, step)
+    packer = merged(job.processes.everywhere(job.packer.state()))
+    if log:
+        log.sync()
+    state = {"packer": packer, **job.manifest(), "pending": finite(pending), **method.manifest()}
+    checkpointing.save(
+        job.folder.checkpoints, method.write_checkpoint, job.processes,
+        step=step, keep=job.run.checkpoint.keep, state=state,
+    )  # fmt: skip
+
+
+def _refuse_ruined(job: Job, method: Method, step: int) -> None:
+    """End the run on every process if a step has ruined a weight on one of them."""
+    ruined = [name for name in job.processes.everywhere(method.not_finite()) if name]
+    if ruined:
+        raise FloatingPointError(
+            f"step {step}: {ruined[0]} is not finite any more, and nothing was written. "
+            + checkpointing.last_one(job.folder.checkpoints, step)
+        )
+
+
+def _stopped(job: Job, how: str) -> bool:
+    """False, after a word on how to go on.
+
+    Raises:
+        KeyboardInterrupt: with that word, if it was Ctrl-C that stopped the run.
     """
-
-    splits_weights = False  # whether the recipe trains models whose weights are divided
-
-    def __init__(self, run: Any):
-        self.run = run
-        self.folder = Path(run.output_dir)
-        self.checkpoints = self.folder / resuming.CHECKPOINTS
-        self.final = self.folder / resuming.FINAL
-        self.resumed: checkpointing.Checkpoint | None = None
-        self.log = None
-        self.stop = StopSignal()
-        self.lock: RunLock | None = None
-
-    def _begin(self, **options: Any) -> None:
-        """The processes and the corpus."""
-        files.check_folder(self.folder, "output_dir")
-        self.accelerator, self.layout = parallel.begin(
-            self.run.train.precision, splits=self.splits_weights, **options
-        )
-        self.ranks, self.rank = self.layout.data_ranks, self.layout.data_rank
-        self.main = self.accelerator.is_main_process
-        with self.accelerator.local_main_process_first():  # the others find what it has cached
-            self.corpus = corpus.open_corpus(self.run.data)
-
-    def _tokenize(self, source: str) -> None:
-        """The tokenizer of a model, and whether it makes blocks of the corpus."""
-        run = self.run
-        positions = max_positions(source)
-        if positions is not None and run.train.block_size > positions:
-            raise BadInput(
-                f"train.block_size: expected at most the model's {positions} positions "
-                f"(max_position_embeddings), got {run.train.block_size}"
-            )
-        self.tokenizer = load_tokenizer(source)
-        self.encode = corpus.encoder(self.tokenizer, run.data.append_eos)
-        corpus.check_length(self.corpus, self.encode, run.train.block_size)
-
-    def _find_checkpoint(self, *, fresh: bool = False) -> None:
-        """The checkpoint to go on from unless the run is `fresh`, and the packer at its place."""
-        run = self.run
-        # Whether it is whole is read off its files, which one process may do for all.
-        found = self._on_main(lambda: resuming.find(self.folder, run))
-        self.resumed = None if fresh else found
-        self.blocks_per_step = self.ranks * run.train.batch_size * run.train.grad_accumulation
-        self.streams = self._streams()
-        self.packer = Packer(
-            self.corpus,
-            self.encode,
-            run.train.block_size,
-            run.seed,
-            streams=self.streams,
-            mine=streams_of(self.rank, self.ranks, self.streams),
-        )
-        self.sources = self._sources()
-        if self.resumed:
-            resuming.check(
-                self.resumed,
-                run,
-                blocks_per_step=self.blocks_per_step,
-                corpus_sha256=self.corpus.fingerprint,
-                streams=self.streams,
-                layout=str(self.layout),
-                sources=self.sources,
-            )
-            self.packer.load_state(self.resumed.manifest["packer"])
-
-    def _streams(self) -> int:
-        """Parts of the corpus that are packed alone, each by one process."""
-        streams = self.run.data.streams
-        if streams is None:
-            # As many as the run began with: the number of processes may change, the text may not.
-            streams = self.resumed.manifest["streams"] if self.resumed else self.ranks
-        if streams % self.ranks or self.blocks_per_step % streams:
-            raise BadInput(
-                f"data.streams: expected a multiple of the {self.ranks} processes that read rows "
-                f"which divides the {self.blocks_per_step} blocks of a step (processes × "
-                f"train.batch_size × train.grad_accumulation), got {streams}"
-            )
-        return streams
-
-    def _sources(self) -> dict[str, str]:
-        """Fingerprints of what a checkpoint relies on without holding it."""
-        return {"tokenizer": fingerprints.of_tokenizer(self.tokenizer)}
-
-    def _on_main(self, function: Callable[[], Any]) -> Any:
-        """What the main process finds, on all of them, and its BadInput too."""
-        if self.layout.world == 1:
-            return function()
-        result: list[Any] = [None, None]
-        if self.main:
-            try:
-                result[0] = function()
-            except BadInput as error:
-                result[1] = str(error)
-        torch.distributed.broadcast_object_list(result)
-        if result[1] is not None:
-            raise BadInput(result[1])
-        return result[0]
-
-    def _lock(self) -> None:
-        """Make the folder and keep other runs out of it."""
-
-        def lock() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = RunLock(self.folder)
-
-        self._on_main(lock)
-
-    def _is_finished(self) -> bool:
-        finished = resuming.finished_steps(self.folder) == self.run.steps
-        if finished:
-            self._say(f"{self.final} is already there, after {self.run.steps} steps")
-        return finished
-
-    def _check_room(self, needed: int) -> None:
-        """Refuse a disk that cannot hold what the run will write, before the work."""
-        there = sum(p.stat().st_size for p in self.checkpoints.rglob("*") if p.is_file())
-        needed -= there  # checkpoints that later ones take the place of
-        parent = next(p for p in (self.folder, *self.folder.resolve().parents) if p.exists())
-        if (free := shutil.disk_usage(parent).free) < needed:
-            raise BadInput(
-                f"output_dir {self.folder} needs {needed / 1e9:.2f} GB, there are "
-                f"{free / 1e9:.2f} GB"
-            )
-
-    def _packers(self) -> dict[str, Any]:
-        """The places of all processes' packers."""
-        return merged(self._everywhere(self.packer.state()))
-
-    def _save(self, step: int, **state: Any) -> None:
-        """A checkpoint, with `state` in its manifest."""
-        self._refuse_what_is_not_finite(step)
-        packers = self._packers()
-        if self.main:
-            self.log.sync()
-        checkpointing.save(
-            self.checkpoints,
-            step=step,
-            keep=self.run.checkpoint.keep,
-            fill=self._write_checkpoint,
-            state={
-                "packer": packers,
-                "streams": self.streams,
-                "blocks_per_step": self.blocks_per_step,
-                "corpus_sha256": self.corpus.fingerprint,
-                "layout": str(self.layout),
-                "sources": self.sources,
-                **finite(state),
-            },
-            main=self.main,
-            wait=self.accelerator.wait_for_everyone,
-        )
-        self.accelerator.wait_for_everyone()
-
-    def _refuse_what_is_not_finite(self, step: int) -> None:
-        """End the run on every process if a step has ruined a weight on one of them."""
-        ruined = [name for name in self._everywhere(self._not_finite()) if name]
-        if ruined:
-            raise FloatingPointError(
-                f"step {step}: {ruined[0]} is not finite any more, and nothing was written. "
-                + self._last_checkpoint(step)
-            )
-
-    def _last_checkpoint(self, done: int) -> str:
-        """Where to go back to, for weights after `done` steps that cannot go on."""
-        last = checkpointing.latest(self.checkpoints)
-        if last is None:
-            return f"There is no checkpoint in {self.checkpoints}"
-        same = ", and holds the very weights that this step began with" if last.step >= done else ""
-        return f"The last checkpoint is {last.folder}{same}"
-
-    def _sum(self, *values: float, of_parts: bool = False) -> list[float]:
-        """Values summed over the processes that read rows of their own, in float64.
-
-        Processes that share rows have the same values, unless these are `of_parts` of the rows.
-        """
-        # On CPU first: some accelerators have no float64.
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if self.layout.world > 1:
-            tensor = self.accelerator.reduce(tensor.to(self.accelerator.device), "sum")
-            shared = self.layout.tensor * (1 if of_parts else self.layout.context)
-            tensor = tensor / shared
-        return tensor.tolist()
-
-    def _everywhere(self, value: Any) -> list[Any]:
-        """What every process has, by rank."""
-        if self.layout.world == 1:
-            return [value]
-        values: list[Any] = [None] * self.layout.world
-        torch.distributed.all_gather_object(values, value)
-        return values
-
-    def _asked_to_stop(self) -> bool:
-        """Whether any process was sent a signal; all of them get the same answer."""
-        return bool(self._sum(float(self.stop.asked))[0])
-
-    def _stopped(self, how: str) -> bool:
-        """False, after a word on how to go on.
-
-        Raises:
-            KeyboardInterrupt: with that word, if it was Ctrl-C that stopped the run.
-        """
-        if self.stop.interrupted:
-            raise KeyboardInterrupt(f"interrupted; {how}")
-        self._say(f"stopped by a signal; {how}")
-        return False
-
-    def _say(self, message: str) -> None:
-        if self.main:
-            tqdm.write(message, file=sys.stdout)
-
-
-def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Dictionaries of different keys in one, whose order does not depend on the parts'."""
-    together = {key: value for part in parts for key, value in part.items()}
-    return dict(sorted(together.items(), key=lambda item: int(item[0])))
+    if job.stop.interrupted:
+        raise KeyboardInterrupt(f"interrupted; {how}")
+    job.processes.say(f"stopped by a signal; {how}")
+    return False

@@ -3,38 +3,56 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hf_sigmoid.training import parallel
+from hf_sigmoid.training.job import Job
+from hf_sigmoid.training.layout import less_than_asked
 from hf_sigmoid.training.reading_order import permutation
+from hf_sigmoid.training.run_keys import Run
 
 COUNTED = 1_000_000  # characters of a source that are encoded to know, or to guess, its tokens
 A_DOCUMENT = 100  # characters that take as long as a document does apart from its own
 
 
 def describe(
-    loop: Any, model: Any, attention: str, trains: Iterable[str], tokens: int | None = None
+    job: Job, model: Any, trains: Iterable[str], attention: str | None = None
 ) -> Iterator[str]:
     """The lines.
 
     Args:
-        loop: a run that has its processes, its corpus and its packer.
         model: may be on the meta device.
         trains: a line for each thing that trains, by `parameters`.
-        tokens: of the corpus, if they have been counted.
+        attention: the function's name; None: the model's.
     """
+    if not job.processes.main:
+        return
+    run, layout, accelerator = job.run, job.processes.layout, job.processes.accelerator
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT's
     precision = {"fp32": "float32", "bf16": "bfloat16 autocast over float32 weights"}
     yield (
-        f"model {loop.run.model}: {type(base).__name__}, attention {attention}, {loop.layout} on "
-        f"{loop.accelerator.device.type}, {precision[loop.run.train.precision]}"
-        + parallel.less_than_asked(loop.accelerator)
+        f"model {run.model}: {type(base).__name__}, attention "
+        f"{attention or model.config._attn_implementation}, {layout} on "
+        f"{accelerator.device.type}, {precision[run.train.precision]}"
+        + less_than_asked(accelerator)
     )
     yield from trains
-    read = loop.run.steps * loop.blocks_per_step * loop.run.train.block_size
-    corpus, total = loop.corpus, sum(loop.corpus.weights)
+    read, corpus, total = run.steps * job.tokens_per_step, job.corpus, sum(job.corpus.weights)
     for said, source, weight in zip(
         corpus.describe().split("\n"), corpus.parts, corpus.weights, strict=True
     ):
-        yield f"text {said}, {_reading(source, loop.encode, round(read * weight / total), tokens)}"
+        reading = _reading(source, job.encode, round(read * weight / total), job.counted)
+        yield f"text {said}, {reading}"
+
+
+def trains(run: Run, model: Any) -> str:
+    found = sizes(model)
+    return parameters(f"train.parameters={run.parameters}", found[True], sum(found.values()))
+
+
+def sizes(model: Any) -> dict[bool, int]:
+    """Parameters that train, and that do not."""
+    found = {True: 0, False: 0}
+    for parameter in model.parameters():
+        found[parameter.requires_grad] += parameter.numel()
+    return found
 
 
 def parameters(kind: str, trained: int, total: int) -> str:
@@ -42,7 +60,7 @@ def parameters(kind: str, trained: int, total: int) -> str:
 
 
 def _reading(source: Any, encode: Callable[[str], list[int]], read: int, known: int | None) -> str:
-    """How many tokens a source has, and how many of them, or how often, a run reads."""
+    """The tokens of a source, and the part of them that a run reads, or how often."""
     if known is None and source.is_streamed:
         return f"as many tokens as come, of which this run reads {read:,}"
     tokens, exact = (known, True) if known is not None else _tokens(source.documents, encode)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_sigmoid.training.parallel import local
 from hf_sigmoid.training.run_keys import Run
+from hf_sigmoid.training.sharding import local
 
 QUERY_KEY = "qk"
 
@@ -17,26 +17,22 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Every trainable parameter in exactly one group; the first rule that fits decides.
 
-    `log_length`: the attention row numbers, few and far from zero: a rate of their own, no decay.
+    `log_length`: the per-query terms, few and far from zero: a rate of their own, no decay.
     `qk`: the weights of W_Q and W_K that are named in `query_key`.
     `no_decay`: norms, biases and other vectors, and embeddings unless asked otherwise.
     `decay`: the rest; under Muon without what is no hidden matrix, which is `decay_adamw`.
     """
-    embeddings = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
+    modules = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    embeddings = {id(p) for module in modules for p in module.parameters(recurse=False)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outer = embeddings | {id(p) for p in (head.parameters() if head is not None else ())}
     optim, query_key = run.optim, set(query_key)
-    groups = {
-        "log_length": {"lr": optim.log_length_lr, "weight_decay": 0.0},
-        QUERY_KEY: {"lr": optim.lr * optim.qk_lr_scale, "weight_decay": optim.weight_decay},
-        "no_decay": {"lr": optim.lr, "weight_decay": 0.0},
-        "decay": {"lr": optim.lr, "weight_decay": optim.weight_decay},
-        "decay_adamw": {"lr": optim.lr, "weight_decay": optim.weight_decay},
+    groups = {  # rate and decay
+        "log_length": (optim.log_length_lr, 0.0),
+        QUERY_KEY: (optim.lr * optim.qk_lr_scale, optim.weight_decay),
+        "no_decay": (optim.lr, 0.0),
+        "decay": (optim.lr, optim.weight_decay),
+        "decay_adamw": (optim.lr, optim.weight_decay),
     }
     members: dict[str, dict[str, torch.nn.Parameter]] = {name: {} for name in groups}
     for name, parameter in model.named_parameters():
@@ -56,16 +52,11 @@ def parameter_groups(
             group = "decay"
         members[group][name] = parameter
     return [
-        {
-            "name": name,
-            "params": list(members[name].values()),
-            "names": list(members[name]),
-            "peak_lr": settings["lr"],
-            **settings,
-        }
-        for name, settings in groups.items()
+        {"name": name, "params": [*members[name].values()], "names": [*members[name]],
+         "peak_lr": lr, "lr": lr, "weight_decay": decay}
+        for name, (lr, decay) in groups.items()
         if members[name]
-    ]
+    ]  # fmt: skip
 
 
 def make_optimizer(groups: list[dict[str, Any]], run: Run) -> torch.optim.Optimizer:
@@ -134,6 +125,13 @@ def lr_factor(
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0
     }[schedule]  # fmt: skip
     return min_ratio + (1 - min_ratio) * left
+
+
+def lr_factor_of(run: Run, step: int) -> float:
+    return lr_factor(
+        step, steps=run.steps, warmup_steps=run.warmup_steps, min_ratio=run.optim.min_lr_ratio,
+        schedule=run.optim.schedule,
+    )  # fmt: skip
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,14 +34,6 @@ class Block:
     labels: list[int]
 
 
-class Stream(Protocol):
-    """An endless sequence of blocks and its place, which JSON can hold."""
-
-    def next_block(self) -> Block: ...
-    def state(self) -> dict[str, Any]: ...
-    def load_state(self, state: dict[str, Any]) -> None: ...
-
-
 class Packer:
     """The blocks of some of the streams that a corpus is read in.
 
@@ -55,23 +47,17 @@ class Packer:
     """
 
     def __init__(
-        self,
-        corpus: Any,
-        encode: Callable[[str], list[int]],
-        block_size: int,
-        seed: int,
-        *,
-        streams: int = 1,
-        mine: Sequence[int] = (0,),
-    ):
-        self.streams = streams
+        self, corpus: Any, encode: Callable[[str], list[int]], block_size: int, seed: int, *,
+        streams: int = 1, mine: Sequence[int] = (0,),
+    ):  # fmt: skip
+        self.mine = mine
         # One source is read in the order that the seed alone gives.
         seeds = [f"{seed}/{i}" for i in range(len(corpus.sources))]
         parts = [
             _readers(source, seed if len(seeds) == 1 else own, streams)
             for source, own in zip(corpus.sources, seeds, strict=True)
         ]
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, _Packed | _Mixed] = {}
         for stream in mine:
             packed = [_Packed(part(stream), encode, block_size) for part in parts]
             self._streams[stream] = (
@@ -94,12 +80,7 @@ class Packer:
 class _Packed:
     """The blocks of one source: its reader's place, and the tokens of that document given out."""
 
-    def __init__(
-        self,
-        reader: DocumentReader | ShardReader,
-        encode: Callable[[str], list[int]],
-        block_size: int,
-    ):
+    def __init__(self, reader: Any, encode: Callable[[str], list[int]], block_size: int):
         self.reader, self.encode, self.block_size = reader, encode, block_size
         self.offset = 0
         self._tokens: list[int] | None = None  # of the document at the reader's place, once read
@@ -150,10 +131,7 @@ class _Mixed:
 
     def state(self) -> dict[str, Any]:
         """The turns that each source has had, the stream's first turn counted in, and its place."""
-        return {
-            "given": list(self.given),
-            "sources": [source.state() for source in self.sources],
-        }
+        return {"given": list(self.given), "sources": [source.state() for source in self.sources]}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.given = list(state["given"])
@@ -190,20 +168,17 @@ def streams_of(rank: int, ranks: int, streams: int) -> range:
 
 
 def step_batches(
-    packer: Packer, *, rank: int, ranks: int, batch_size: int, grad_accumulation: int
+    packer: Packer, batch_size: int, grad_accumulation: int
 ) -> list[dict[str, torch.Tensor]]:
-    """One rank's micro-batches of one step, from the streams that are its own.
+    """One process's micro-batches of one step, from the streams that are its own.
 
-    The blocks of a step are those of stream 0, then those of stream 1, …; a rank has a run of
+    The blocks of a step are those of stream 0, then those of stream 1, …; a process has a run of
     them, and so has a micro-batch.
     """
-    blocks = ranks * batch_size * grad_accumulation
-    assert blocks % packer.streams == 0, (blocks, packer.streams)
-    each = blocks // packer.streams
-    mine = [
-        packer.next_block(s) for s in streams_of(rank, ranks, packer.streams) for _ in [0] * each
-    ]
-    return [_batch(mine[start : start + batch_size]) for start in range(0, len(mine), batch_size)]
+    each, rest = divmod(batch_size * grad_accumulation, len(packer.mine))
+    assert not rest, (batch_size, grad_accumulation, packer.mine)
+    blocks = [packer.next_block(stream) for stream in packer.mine for _ in range(each)]
+    return [_batch(blocks[i : i + batch_size]) for i in range(0, len(blocks), batch_size)]
 
 
 def predicted_tokens(batches: list[dict[str, torch.Tensor]]) -> int:
@@ -215,9 +190,22 @@ def _batch(blocks: list[Block]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([getattr(block, name) for block in blocks]) for name in names}
 
 
+def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The arguments of a model's forward pass on packed rows."""
+    # Without a mask and a cache, transformers reads the documents off position_ids.
+    own = {name: batch[name] for name in ("input_ids", "position_ids")}
+    return {**own, "attention_mask": None, "use_cache": False}
+
+
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Packers' states in one, whose order does not depend on the parts'."""
+    together = {key: value for part in parts for key, value in part.items()}
+    return dict(sorted(together.items(), key=lambda item: int(item[0])))
+
+
 @torch.no_grad()
 def documents_leak(model: torch.nn.Module) -> bool:
-    """Whether changing one document of a packed block changes the logits of the next one.
+    """Does changing one document of a packed block change the logits of the next one?
 
     Resetting positions is a request: an architecture or attention function that ignores it trains
     on text that runs from one document into another, and no loss curve says so.
@@ -230,12 +218,8 @@ def documents_leak(model: torch.nn.Module) -> bool:
     second = first.clone()
     second[0, :7] += 7
     try:
-        one, two = (
-            model(
-                input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False
-            ).logits[0, 7:]
-            for ids in (first, second)
-        )
+        batches = ({"input_ids": ids, "position_ids": positions} for ids in (first, second))
+        one, two = (model(**model_inputs(batch)).logits[0, 7:] for batch in batches)
     finally:
         model.train(was_training)
     # Hidden keys add exact zeros; the allowance is for kernels that regroup their sums.

@@ -4,46 +4,95 @@ Whatever is not declared in `run_keys.py` is an error, so a misspelt key cannot 
 """
 
 import difflib
-import math
 import os
 import types
-import typing
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.training.run_keys import BELOW, CHOICES, LEAST, MOST, POSITIVE, Data, Distil, Run
+from hf_sigmoid.training.run_keys import Run
+
+Model = TypeVar("Model", bound=BaseModel)
+_BOUNDS = {
+    "ge": "at least {:.10g}",
+    "gt": "a positive number",  # 0 is all that a key must be above
+    "lt": "a number below {:.10g}",
+    "le": "at most {:.10g}",
+}
 
 
-def load(file: str | os.PathLike | None, overrides: list[str], kind: type = Run) -> Any:
+def load(file: str | os.PathLike | None, overrides: list[str], kind: type[Model] = Run) -> Model:
     """The `Run` (or `Distil`) that a YAML file and `key.sub=value` overrides describe.
 
     Overrides win.
     """
-    values: dict[str, Any] = {}
-    if file is not None:
-        values |= _read(Path(file))
+    values: dict[str, Any] = {} if file is None else _read(Path(file))
     for override in _whole(overrides):
         key, equals, value = override.partition("=")
         if not equals:
             raise BadInput(f"expected KEY=VALUE after the options, got {override!r}")
         values[key] = _parse(value, override)
-    run = kind()
-    kinds = _kinds(run)
-    groups = {f.name for f in fields(run) if is_dataclass(getattr(run, f.name))}
+    known = {name for name, _ in keys(kind)}
+    groups = {name.rpartition(".")[0] for name in known}
+    nested: dict[str, Any] = {}
     for key, value in values.items():
         if value is None and key in groups:
             continue  # a group without keys in the file
-        if key not in kinds:
-            near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.0)[0]
-            raise BadInput(f"unknown key {key!r}; the nearest known key is {near!r}")
-        owner, name = _owner(run, key)
-        setattr(owner, name, _checked(key, value, kinds[key]))
-    _check(run)
-    return run
+        if key not in known:
+            raise BadInput(_unknown(key, known))
+        group, _, name = key.rpartition(".")
+        (nested.setdefault(group, {}) if group else nested)[name] = value
+    return checked(kind, nested)
+
+
+def checked(kind: type[Model], values: dict[str, Any], prefix: str = "") -> Model:
+    """Values as the keys of `kind`; the first mistake is one line.
+
+    Args:
+        prefix: of the keys in that line.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise BadInput(_line(kind, error.errors()[0], prefix, values)) from None
+
+
+def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key by its dotted name, in the order of the file."""
+    for name, field in kind.model_fields.items():
+        if _is_group(field.annotation):
+            yield from keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+def describe(kind: type[BaseModel]) -> str:
+    """Every key with its default, its type or choices, its bounds and its comment."""
+    lines = []
+    for name, field in keys(kind):
+        default = "…" if field.is_required() else yaml.safe_dump(field.default).split("\n")[0]
+        said = ", ".join([_expected(field.annotation), *_bounds(field)])
+        lines.append(f"{name}={default}  # {'; '.join(filter(None, [said, field.description]))}")
+    return "\n".join(lines)
+
+
+def flat(run: BaseModel) -> dict[str, Any]:
+    """Every key of a run with its value, by dotted name."""
+    return _flatten(run.model_dump())
+
+
+def defaults(kind: type[BaseModel]) -> dict[str, Any]:
+    return {name: field.default for name, field in keys(kind)}
+
+
+def dump(run: BaseModel) -> str:
+    """A run as YAML that `load` reads back."""
+    return yaml.safe_dump(run.model_dump(), sort_keys=False)
 
 
 def _whole(overrides: list[str]) -> list[str]:
@@ -57,33 +106,16 @@ def _whole(overrides: list[str]) -> list[str]:
     return whole
 
 
-def flat(run: Any) -> dict[str, Any]:
-    """Every key of a run with its value, by dotted name."""
-    return {key: getattr(*_owner(run, key)) for key in _kinds(run)}
-
-
-def dump(run: Any) -> str:
-    """A run as YAML that `load` reads back."""
-    nested: dict[str, Any] = {}
-    for key, value in flat(run).items():
-        *parents, name = key.split(".")
-        target = nested
-        for parent in parents:
-            target = target.setdefault(parent, {})
-        target[name] = value
-    return yaml.safe_dump(nested, sort_keys=False)
-
-
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise BadInput(f"no such configuration file: {path}")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not YAML: {error}") from None
-    if not isinstance(content or {}, dict):
+    if not isinstance(content, dict):
         raise BadInput(f"{path}: expected keys and values, got {type(content).__name__}")
-    return _flatten(content or {})
+    return _flatten(content)
 
 
 def _flatten(nested: dict, prefix: str = "") -> dict[str, Any]:
@@ -101,176 +133,73 @@ def _parse(value: str, override: str) -> Any:
         raise BadInput(f"the value of {override!r} is not YAML") from None
 
 
-def _kinds(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> its declared type."""
-    result = {}
-    hints = typing.get_type_hints(type(node))
-    for f in fields(node):
-        child = getattr(node, f.name)
-        name = prefix + f.name
-        result |= _kinds(child, name + ".") if is_dataclass(child) else {name: hints[f.name]}
-    return result
+def _unknown(key: str, known: Any) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+    return f"unknown key {key!r}; the nearest known key is {near!r}"
 
 
-def _owner(run: Any, key: str) -> tuple[Any, str]:
-    *parents, name = key.split(".")
-    owner: Any = run
-    for parent in parents:
-        owner = getattr(owner, parent)
-    return owner, name
+def _line(kind: type[BaseModel], error: Any, prefix: str, value: Any) -> str:
+    """The mistake that pydantic found, as `key: expected …, got …`."""
+    # Down to the key, by the way that pydantic gives; it goes on into the branches of a union.
+    annotation, field, key = kind, None, prefix
+    for step in error["loc"]:
+        inner = _parts(annotation)
+        model = next((each for each in inner if _is_group(each)), None)
+        if isinstance(step, int):
+            annotation = next(get_args(each)[0] for each in inner if get_origin(each) is list)
+            key += f"[{step}]"
+        elif model and step in model.model_fields:
+            field = model.model_fields[step]
+            annotation, key = field.annotation, f"{key}.{step}".lstrip(".")
+        elif model:
+            return f"{key}: {_unknown(step, model.model_fields)}"
+        else:
+            break  # a branch
+        value = value.get(step) if isinstance(value, dict) else value[step]
+    context, given = error.get("ctx", {}), error["input"]
+    if error["type"] == "value_error":
+        said = str(context["error"])
+        return key + (": " if said.startswith("expected") else "." if key else "") + said
+    if key in ("model", "output_dir") and error["type"] in ("missing", "string_too_short"):
+        return f"{key} is missing: give {key}=… on the command line or in the YAML"
+    if error["type"] == "too_short":
+        return f"{key}: expected a list with something in it, got {value!r}"
+    for bound, words in _BOUNDS.items():
+        if bound in context:
+            null = " or null" if bound == "gt" and field.default is None else ""
+            return f"{key}: expected {words.format(context[bound])}{null}, got {given}"
+    return f"{key}: expected {_expected(annotation)}, got {value!r}"
 
 
-def _checked(key: str, value: Any, kind: Any) -> Any:
-    allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if value is None and type(None) in allowed:
-        return None
-    if float in allowed and not isinstance(value, bool):
-        # YAML 1.1 reads 1e-4, without a point, as text.
-        try:
-            return float(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    if int in allowed and isinstance(value, float) and value.is_integer():
-        return int(value)
-    for each in allowed:
-        if each is str and isinstance(value, int | float) and not isinstance(value, bool):
-            return str(value)  # a folder may be called 7
-        if typing.get_origin(each) is list:
-            of = typing.get_origin(item := typing.get_args(each)[0]) or item
-            if str not in allowed:
-                value = _listed(value, of)
-            if isinstance(value, list) and all(type(entry) is of for entry in value):
-                return value
-        elif type(value) is each:
-            return value
-    names = " or ".join("null" if a is type(None) else _kind_name(a) for a in allowed)
-    raise BadInput(f"{key}: expected {names}, got {value!r}")
+def _parts(annotation: Any) -> list[Any]:
+    """The types that a value may have, without what checks them."""
+    if get_origin(annotation) is Annotated:
+        return _parts(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [part for each in get_args(annotation) for part in _parts(each)]
+    return [annotation]
 
 
-def _listed(value: Any, of: type) -> Any:
-    """One value, or several as 512,1024, where only a list is possible."""
-    if isinstance(value, str) and of in (int, str):
-        parts = [part.strip() for part in value.split(",")]
-        whole = of is str or all(part.isdigit() for part in parts)
-        return [of(part) for part in parts] if whole else value
-    return [value] if type(value) is of else value
+def _expected(annotation: Any) -> str:
+    return " or ".join(map(_named, _parts(annotation)))
 
 
-def _kind_name(kind: Any) -> str:
-    if typing.get_origin(kind) is list:
-        item = typing.get_args(kind)[0]
-        return f"a list of {(typing.get_origin(item) or item).__name__}"
-    return kind.__name__
+def _named(kind: Any) -> str:
+    if kind is type(None):
+        return "null"
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is list:
+        return f"a list of {_expected(get_args(kind)[0])}"
+    return "keys and values" if _is_group(kind) else kind.__name__
 
 
-def _check(run: Any) -> None:
-    values = flat(run)
-    for key in ("model", "output_dir"):
-        if not values[key]:
-            raise BadInput(f"{key} is missing: give {key}=… on the command line or in the YAML")
-    given = {key: value for key, value in values.items() if value is not None}
-    for key, choices in CHOICES.items():
-        if key in given and given[key] not in choices:
-            raise BadInput(f"{key}: expected one of {', '.join(choices)}, got {given[key]!r}")
-    for key, value in given.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise BadInput(f"{key}: expected a finite number, got {value}")
-    for key, least in LEAST.items():
-        if key in given and given[key] < least:
-            raise BadInput(f"{key}: expected at least {least}, got {given[key]}")
-    for key in POSITIVE:
-        if key in given and given[key] <= 0:
-            raise BadInput(f"{key}: expected a positive number or null, got {given[key]}")
-    for key, bound in BELOW.items():
-        if key in given and given[key] >= bound:
-            raise BadInput(f"{key}: expected a number below {bound}, got {given[key]}")
-    for key, most in MOST.items():
-        if key in given and given[key] > most:
-            raise BadInput(f"{key}: expected at most {most}, got {given[key]}")
-    _check_data(run.data)
-    if isinstance(run, Distil):
-        if run.steps < 1:
-            raise BadInput(
-                "layerwise.steps and end_to_end.steps: expected at least one step, got 0"
-            )
-        return
-    _check_training(run)
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _check_data(data: Data) -> None:
-    """Sources that say two things at once."""
-    sources = [key for key in ("path", "dataset", "mixture") if getattr(data, key) is not None]
-    if len(sources) > 1:
-        raise BadInput(f"data: expected one source, got {' and '.join(sources)}")
-
-
-def _check_training(run: Run) -> None:
-    """Keys that contradict each other."""
-    train, optim = run.train, run.optim
-    _refuse_what_has_no_effect(run)
-    if train.epochs is not None:
-        if train.steps is not None:
-            raise BadInput(
-                f"train.steps and train.epochs: expected one of them, got {train.steps} and "
-                f"{train.epochs}"
-            )
-        mixed = run.data.mixture or []
-        if run.data.streaming or any(source.get("streaming") for source in mixed):
-            raise BadInput(
-                "train.epochs: expected train.steps with data.streaming, which has no known length"
-            )
-        if mixed:
-            raise BadInput(
-                "train.epochs: expected train.steps with data.mixture, whose sources end at "
-                "different steps"
-            )
-    elif optim.warmup_steps is not None and optim.warmup_steps > run.steps:
-        raise BadInput(
-            f"optim.warmup_steps: expected at most train.steps = {run.steps}, "
-            f"got {optim.warmup_steps}"
-        )
-    if run.lora.rank is not None and run.parameters != "lora":
-        raise BadInput(
-            f"train.parameters: expected lora (or null) with lora.rank, got {train.parameters}"
-        )
-    if run.parameters == "lora" and run.lora.rank is None:
-        raise BadInput("lora.rank: expected a number with train.parameters=lora, got null")
-    control = [k for k in ("qk_tau", "qk_clip") if getattr(optim, k) is not None]
-    if run.parameters in ("lora", "log_length") and control:
-        raise BadInput(
-            f"optim.{control[0]}: expected train.parameters all or attention, got "
-            f"{run.parameters}: it controls W_Q and W_K, which do not train"
-        )
-    if run.evaluate.needle and min(run.evaluate.needle) < 1:
-        raise BadInput(f"evaluate.needle: expected lengths in tokens, got {run.evaluate.needle}")
-    known = ("tensorboard", "wandb", "trackio")
-    for tracker in run.log.trackers or []:
-        if tracker not in known:
-            raise BadInput(f"log.trackers: expected some of {', '.join(known)}, got {tracker!r}")
-
-
-def _refuse_what_has_no_effect(run: Run) -> None:
-    """A key that says what nothing would do is a mistake somewhere else."""
-    watched, optim = run.evaluate, run.optim
-    needs = {
-        "lora.alpha": ("lora.rank", run.lora.rank),
-        "lora.dropout": ("lora.rank", run.lora.rank),
-        "lora.targets": ("lora.rank", run.lora.rank),
-        "optim.qk_rule": ("optim.qk_tau", optim.qk_tau),
-        "optim.min_lr_ratio": ("a schedule that falls", optim.schedule != "constant" or None),
-        "evaluate.windows": ("evaluate.path", watched.path),
-        "evaluate.every": ("evaluate.path or needle", watched.path or watched.needle or None),
-        "evaluate.needle_samples": ("evaluate.needle", watched.needle),
-        "log.project": ("log.trackers", run.log.trackers or None),
-    }
-    values, default = flat(run), flat(type(run)())
-    for key, (what, given) in needs.items():
-        if given is None and values[key] != default[key]:
-            raise BadInput(f"{key} {values[key]}: expected {what} beside it, got none")
-    if run.parameters == "log_length":
-        for key in ("optim.optimizer", "optim.qk_lr_scale"):
-            if values[key] != default[key]:
-                raise BadInput(
-                    f"{key} {values[key]}: expected its default with train.parameters=log_length, "
-                    "which has optim.log_length_lr alone"
-                )
+def _bounds(field: FieldInfo) -> Iterator[str]:
+    for each in field.metadata:
+        for name, words in _BOUNDS.items():
+            if hasattr(each, name):
+                yield words.format(getattr(each, name))

@@ -1,126 +1,194 @@
-"""Every key of a run, its type, its default and its bounds. `run_config.py` reads them."""
+"""Every key of a run: its type, its default, its bounds and what it is for."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field, PrivateAttr, field_serializer, model_validator
 
-@dataclass
-class Data:
-    """What is trained on: files, a data set of the hub, or a weighted mixture of such sources."""
+from hf_sigmoid.training.kinds import Bool, Float, Int, Keys, Lengths, Paths, Text, Trackers, key
 
-    path: str | list[str] | None = None  # files, folders or patterns: hf_sigmoid/text/formats.py,
-    # or "builtin", the novel's training chapters, which is what null means without the next keys
-    dataset: str | None = None  # a data set's name on the hub, or its folder
-    subset: str | None = None  # its configuration
-    split: str = "train"
-    revision: str | None = None
-    field: str = "text"  # the key of the text in a row
-    bad_text: str = "refuse"  # or "replace" what is not Unicode by U+FFFD
-    streaming: bool = False  # read `dataset` while training instead of before it
-    mixture: list[dict[str, Any]] | None = None  # sources with the keys above and a `weight`
-    append_eos: bool = True  # end every document with the tokenizer's end-of-text token
-    streams: int | None = None  # parts of the corpus that are packed alone; null: one a process
+_RATES = "its default with train.parameters=log_length, which has optim.log_length_lr alone"
 
 
-@dataclass
-class Train:
-    steps: int | None = None  # null: 100, or as many as `epochs` takes
-    epochs: float | None = None  # of the corpus, which is counted at every start for that
-    block_size: int = 512  # tokens a row
-    batch_size: int = 1  # rows of one micro-batch on one process
-    grad_accumulation: int = 1  # micro-batches of one step
-    precision: str = "fp32"  # fp32, or bf16 autocast over fp32 weights
-    gradient_checkpointing: bool = False
-    parameters: str | None = None  # "all", "attention", "log_length" (the row numbers alone) or
-    # "lora"; null: "lora" with lora.rank, else "all"
-    max_skipped: int = 3  # steps in a row whose loss or gradient is not finite before the run ends
+class Source(Keys):
+    """Files, or a data set of the hub."""
+
+    path: Paths | None = key(None, "files, folders, patterns; builtin: the novel's first chapters")
+    dataset: Text | None = key(None, "a data set's name on the hub, or its folder")
+    subset: Text | None = key(None, "its configuration")
+    split: Text = "train"
+    revision: Text | None = None
+    field: Text = key("text", "the key of the text in a row")
+    bad_text: Literal["refuse", "replace"] = key("refuse", "or replace by U+FFFD")
+    streaming: Bool = key(False, "read the dataset while training instead of before it")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "Source":
+        if self.dataset is None:
+            for name in ("subset", "split", "revision"):
+                if (given := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name}: expected it with dataset only, got {given!r}")
+            if self.streaming and self.path in (None, "builtin"):
+                raise ValueError("streaming: expected false for the built-in text, got true")
+        elif self.path is not None:
+            raise ValueError("path and dataset: expected one source, got path and dataset")
+        return self
 
 
-@dataclass
-class Lora:
-    """Low-rank changes of projections (PEFT); row numbers are trained in full beside them."""
+class Member(Source):
+    """A source of a mixture."""
 
-    rank: int | None = None  # null: no adapters
-    alpha: float | None = None  # null: twice the rank
-    dropout: float = 0.0
-    targets: str = "attention"  # q, k, v and o, or "all-linear"
+    weight: Float = Field(gt=0)
 
-
-@dataclass
-class Optim:
-    optimizer: str = "adamw"  # or "muon" (torch.optim.Muon) for the decayed matrices
-    lr: float = 1e-4
-    log_length_lr: float = 1e-3  # the attention row numbers (`log_length` offset, slope, query)
-    qk_lr_scale: float = 1.0  # of the rate of W_Q and W_K, a group of their own
-    schedule: str = "cosine"  # after warmup; or "constant", "linear"
-    min_lr_ratio: float = 0.1  # where the schedule ends, as a part of the peak
-    warmup_steps: int | None = None  # null: a tenth of the steps, at most 100
-    weight_decay: float = 0.1
-    decay_embeddings: bool = False
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip: float = 1.0  # of the global gradient norm; 0 measures it only
-    qk_tau: float | None = None  # logit control (`hf_sigmoid.optim`): τ; null: none
-    qk_rule: str = "quack"  # or "constant": τ times the rate for all of W_Q and W_K
-    qk_clip: float | None = None  # QK-clip: the largest logit that a step may leave; null: none
+    @model_validator(mode="after")
+    def _is_given(self) -> "Member":
+        if self.path is None and self.dataset is None:
+            raise ValueError("expected a path or a dataset, got neither")
+        return self
 
 
-@dataclass
-class Checkpoint:
-    every: int = 50  # steps; 0 saves when asked to stop only
-    keep: int = 2
+class Data(Source):
+    """The text to train on: one source, or a weighted mixture."""
+
+    mixture: list[Member] | None = key(None, "sources, each with a weight", min_length=1)
+    append_eos: Bool = key(True, "end every document with the tokenizer's end-of-text token")
+    streams: Int | None = key(None, "parts that are packed alone; null: one a process", ge=1)
+
+    @model_validator(mode="after")
+    def _is_one_or_a_mixture(self) -> "Data":
+        for name, known in Source.model_fields.items() if self.mixture else ():
+            if (given := getattr(self, name)) != known.default:
+                raise ValueError(
+                    f"{name}: expected it in the sources of mixture, got both mixture and "
+                    f"{name} = {given!r}"
+                )
+        return self
+
+    @field_serializer("mixture")
+    def _as_given(self, mixture: list[Member] | None) -> list[dict[str, Any]] | None:
+        return mixture and [member.model_dump(exclude_unset=True) for member in mixture]
 
 
-@dataclass
-class TrainCheckpoint(Checkpoint):
-    state: str = "full"  # or "sharded": every process of FSDP or TP writes what it holds
+class Batch(Keys):
+    """The rows of a step."""
+
+    block_size: Int = key(512, "tokens a row: one to read and one to predict at least", ge=2)
+    batch_size: Int = key(1, "rows of one micro-batch on one process", ge=1)
+    grad_accumulation: Int = key(1, "micro-batches of one step", ge=1)
+    precision: Literal["fp32", "bf16"] = key("fp32", "or bf16 autocast over fp32 weights")
 
 
-@dataclass
-class Watch:
-    """What is measured while training, beside the loss."""
+class Train(Batch):
+    """The length of a run, and the parameters that it trains."""
 
-    path: str | list[str] | None = None  # held-out files, "builtin" (the novel's last chapters)
-    every: int = 50  # steps between evaluations; there is one at the end
-    windows: int = 8  # of train.block_size tokens, spread over each file
-    needle: list[int] | None = None  # prompt lengths, in tokens, of a small needle probe
-    needle_samples: int = 2  # prompts at each of three depths and each length
-    health_every: int = 0  # steps between looks at the attention of a fixed batch; 0: none
+    steps: Int | None = key(None, "null: 100, or as many as train.epochs takes", ge=1)
+    epochs: Float | None = key(None, "of the corpus, which is counted at every start", gt=0)
+    gradient_checkpointing: Bool = False
+    parameters: Literal["all", "attention", "log_length", "lora"] | None = key(
+        None, "log_length: the per-query terms alone; null: lora with lora.rank, else all"
+    )
+    max_skipped: Int = key(3, "steps in a row that are not finite before the run ends", ge=1)
 
 
-@dataclass
-class Log:
+class Lora(Keys):
+    """Low-rank changes of projections (PEFT); per-query terms are trained in full beside them."""
+
+    rank: Int | None = key(None, "null: no adapters", ge=1)
+    alpha: Float | None = key(None, "null: twice the rank", gt=0)
+    dropout: Float = key(0.0, ge=0, lt=1)
+    targets: Literal["attention", "all-linear"] = key("attention", "q, k, v and o, or all-linear")
+
+
+class Adam(Keys):
+    """Adam's constants and the clipping of gradients."""
+
+    min_lr_ratio: Float = key(0.1, "where the schedule ends, as a part of the peak", ge=0)
+    beta1: Float = key(0.9, ge=0, lt=1)
+    beta2: Float = key(0.95, ge=0, lt=1)
+    eps: Float = key(1e-8, ge=0)
+    clip: Float = key(1.0, "of the gradient norm; 0 measures it only", ge=0)
+
+
+class Optim(Adam):
+    """The optimiser, its rates and logit control (`hf_sigmoid.optim`)."""
+
+    optimizer: Literal["adamw", "muon"] = key("adamw", "muon takes the decayed matrices")
+    lr: Float = key(1e-4, ge=0)
+    log_length_lr: Float = key(1e-3, "of the per-query terms (log_length)", ge=0)
+    qk_lr_scale: Float = key(1.0, "of the rate of W_Q and W_K, a group of their own", ge=0)
+    schedule: Literal["cosine", "linear", "constant"] = key("cosine", "after warmup")
+    warmup_steps: Int | None = key(None, "null: a tenth of the steps, at most 100", ge=0)
+    weight_decay: Float = key(0.1, ge=0)
+    decay_embeddings: Bool = False
+    qk_tau: Float | None = key(None, "logit control: tau; null: none", gt=0)
+    qk_rule: Literal["quack", "constant"] = key("quack", "constant: tau times the rate")
+    qk_clip: Float | None = key(None, "the largest logit that a step may leave; null: any", gt=0)
+
+
+class Saving(Keys):
+    """When the run is saved."""
+
+    every: Int = key(50, "steps; 0 saves when asked to stop only", ge=0)
+    keep: Int = key(2, ge=1)
+
+
+class TrainSaving(Saving):
+    state: Literal["full", "sharded"] = key("full", "sharded: each writes what it holds")
+
+
+class Evaluate(Keys):
+    """Held-out text, in the log beside the losses."""
+
+    path: Paths | None = key(None, "held-out files; builtin: the novel's last chapters")
+    every: Int = key(50, "steps between evaluations; there is one at the end", ge=1)
+    windows: Int = key(8, "of train.block_size tokens, spread over each file", ge=1)
+
+
+class Watch(Evaluate):
+    """And what else is measured while training."""
+
+    needle: Lengths | None = key(None, "prompt lengths, in tokens, of a small needle probe")
+    needle_samples: Int = key(2, "prompts at each of three depths and each length", ge=1)
+    health_every: Int = key(0, "steps between looks at the attention; 0: none", ge=0)
+
+
+class Log(Keys):
     """Where values go beside `log.jsonl`."""
 
-    trackers: list[str] | None = None  # of accelerate: tensorboard, wandb, trackio
-    project: str = "hf-sigmoid"  # the trackers' name for the project
+    trackers: Trackers | None = key(None, "of accelerate")
+    project: Text = key("hf-sigmoid", "the trackers' name for the project")
 
 
-@dataclass
-class Run:
-    """`continue_pretrain.py`."""
+class Common(Keys):
+    """The keys of every run: where it is, where it writes, and what it begins with."""
 
-    model: str = ""  # a folder, a hub id, or "smollm2"
-    output_dir: str = ""
-    # attn_implementation; null: the checkpoint's own, the only one that a converted one takes.
-    attn: str | None = None
-    seed: int = 0
-    resume: str = "auto"  # "auto": go on from the last complete checkpoint; "none": a fresh folder
-    data: Data = field(default_factory=Data)
-    train: Train = field(default_factory=Train)
-    lora: Lora = field(default_factory=Lora)
-    optim: Optim = field(default_factory=Optim)
-    evaluate: Watch = field(default_factory=Watch)
-    log: Log = field(default_factory=Log)
-    checkpoint: TrainCheckpoint = field(default_factory=TrainCheckpoint)
+    model: Text = Field(min_length=1, description="a folder, a hub id, or smollm2")
+    output_dir: Text = Field(min_length=1)
+    seed: Int = key(0, ge=0, le=2**32 - 1)
+    resume: Literal["auto", "none"] = key("auto", "from the last checkpoint; none: a fresh folder")
+    data: Data = Data()
 
-    def __post_init__(self) -> None:
-        self.counted: int | None = None  # the steps of train.epochs, once the corpus is counted
+
+class Run(Common):
+    """Continued pretraining: `hf-sigmoid train`."""
+
+    attn: Text | None = key(None, "attn_implementation; null: the checkpoint's own")
+    train: Train = Train()
+    lora: Lora = Lora()
+    optim: Optim = Optim()
+    evaluate: Watch = Watch()
+    log: Log = Log()
+    checkpoint: TrainSaving = TrainSaving()
+    _counted: int | None = PrivateAttr(None)
+
+    def with_steps(self, steps: int) -> "Run":
+        """The run with the steps of `train.epochs`, once the corpus is counted."""
+        counted = self.model_copy()
+        counted._counted = steps
+        return counted
 
     @property
     def steps(self) -> int:
-        return self.counted or self.train.steps or 100
+        return self._counted or self.train.steps or 100
 
     @property
     def warmup_steps(self) -> int:
@@ -131,119 +199,109 @@ class Run:
     def parameters(self) -> str:
         return self.train.parameters or ("all" if self.lora.rank is None else "lora")
 
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> "Run":
+        train, optim, lora, watch = self.train, self.optim, self.lora, self.evaluate
+        mixture, rank = self.data.mixture or [], lora.rank is not None
+        streams = self.data.streaming or any(source.streaming for source in mixture)
+        # A key that says what nothing would do is a mistake somewhere else.
+        for name, needed, given in (
+            ("lora.alpha", "lora.rank", rank), ("lora.dropout", "lora.rank", rank),
+            ("lora.targets", "lora.rank", rank),
+            ("optim.qk_rule", "optim.qk_tau", optim.qk_tau is not None),
+            ("optim.min_lr_ratio", "a schedule that falls", optim.schedule != "constant"),
+            ("evaluate.windows", "evaluate.path", watch.path is not None),
+            ("evaluate.every", "evaluate.path or needle", watch.path or watch.needle),
+            ("evaluate.needle_samples", "evaluate.needle", watch.needle is not None),
+            ("log.project", "log.trackers", self.log.trackers),
+            ("optim.optimizer", _RATES, self.parameters != "log_length"),
+            ("optim.qk_lr_scale", _RATES, self.parameters != "log_length"),
+        ):  # fmt: skip
+            group, _, field = name.partition(".")
+            keys = getattr(self, group)
+            value = getattr(keys, field)
+            if not given and value != type(keys).model_fields[field].default:
+                end = "" if needed is _RATES else " beside it, got none"
+                raise ValueError(f"{name} {value}: expected {needed}{end}")
+        control = [name for name in ("qk_tau", "qk_clip") if getattr(optim, name) is not None]
+        epochs, warmup = train.epochs is not None, optim.warmup_steps
+        for said, met in {
+            f"train.steps and train.epochs: expected one of them, got {train.steps} and "
+            f"{train.epochs}": epochs and train.steps is not None,
+            "train.epochs: expected train.steps with data.streaming, which has no known "
+            "length": epochs and streams,
+            "train.epochs: expected train.steps with data.mixture, whose sources end at different "
+            "steps": epochs and mixture,
+            f"optim.warmup_steps: expected at most train.steps = {self.steps}, got "
+            f"{warmup}": not epochs and (warmup or 0) > self.steps,
+            "train.parameters: expected lora (or null) with lora.rank, got "
+            f"{train.parameters}": rank and self.parameters != "lora",
+            "lora.rank: expected a number with train.parameters=lora, got null": self.parameters
+            == "lora"
+            and not rank,
+            f"optim.{'/'.join(control)}: expected train.parameters all or attention, got "
+            f"{self.parameters}: it controls W_Q and W_K, which do not "
+            "train": self.parameters in ("lora", "log_length") and control,
+        }.items():
+            if met:
+                raise ValueError(said)
+        return self
 
-@dataclass
-class Layerwise:
+
+class Layerwise(Keys):
     """Every converted attention module alone, on what it gets in the softmax model."""
 
-    steps: int = 120
-    train: str = "numbers"  # row numbers, gains, temperatures; "projections": and q, k, v, o;
-    # "lora": and low-rank changes of q, k, v, o
-    lr: float = 1e-4  # of the projections
-    numbers_lr: float = 5e-3  # of row numbers (`log_length`), gains and temperatures
+    steps: Int = key(120, ge=0)
+    train: Literal["numbers", "projections", "lora"] = key(
+        "numbers", "numbers: per-query terms, gains, temperatures; projections: and q, k, v, o; "
+        "lora: and low-rank changes of q, k, v, o",
+    )  # fmt: skip
+    lr: Float = key(1e-4, "of the projections", ge=0)
+    numbers_lr: Float = key(5e-3, "of per-query terms (log_length), gains and temperatures", ge=0)
 
 
-@dataclass
-class EndToEnd:
+class EndToEnd(Keys):
     """The whole model on the softmax model's next-token distributions."""
 
-    steps: int = 0
-    train: str = "numbers"  # "numbers", "projections", "lora" as above, or "all" weights
-    lr: float = 1e-4  # of everything but the numbers
-    # Of the numbers: w·q sums over the head dim, and what one layer changes all later ones see.
-    numbers_lr: float = 5e-4
-    kl: float = 1.0  # weight of KL(softmax model ‖ this one); the rest is the text's cross entropy
-    blend: float = 0.0  # the part of the steps over which softmax fades out; 0: sigmoid at once
+    steps: Int = key(0, ge=0)
+    train: Literal["numbers", "projections", "lora", "all"] = key("numbers", "or all")
+    lr: Float = key(1e-4, "of everything but the numbers", ge=0)
+    # w·q sums over the head dim, and what one layer changes all later ones see.
+    numbers_lr: Float = key(5e-4, "of the numbers", ge=0)
+    kl: Float = key(1.0, "weight of KL(softmax model ‖ this); the rest is the text's", ge=0, le=1)
+    blend: Float = key(0.0, "part of the steps over which softmax fades out", ge=0, le=1)
 
 
-@dataclass
-class Evaluate:
-    """Perplexity of the student on held-out text, in the log beside the losses."""
+class DistilOptim(Adam):
+    """Adam's constants: gradients are clipped for each module alone, then for the model."""
 
-    path: str | list[str] | None = None  # held-out files; null: none
-    every: int = 50  # steps; and at the end
-    windows: int = 8  # of train.block_size tokens, spread over each file
+    warmup: Float = key(0.1, "the part of a stage's steps that warms up", ge=0, le=1)
+    lora_rank: Int = key(16, ge=1)
 
 
-@dataclass
-class Batch:
-    block_size: int = 512  # tokens a row
-    batch_size: int = 1  # rows of one micro-batch on one process
-    grad_accumulation: int = 1  # micro-batches of one step
-    precision: str = "fp32"  # fp32, or bf16 autocast over fp32 weights
+class Distil(Common):
+    """Distillation of attention: `hf-sigmoid distil`."""
 
-
-@dataclass
-class DistilOptim:
-    min_lr_ratio: float = 0.1  # where the cosine of each stage ends, as a part of its peak
-    warmup: float = 0.1  # the part of a stage's steps that warms up
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip: float = 1.0  # of the gradient norm: of each module alone, then of the model; 0: none
-    lora_rank: int = 16
-
-
-@dataclass
-class Distil:
-    """`distil_attention.py`."""
-
-    model: str = ""  # a converted checkpoint's folder
-    teacher: str | None = None  # softmax checkpoint; null: what `model` was converted from
-    output_dir: str = ""
-    seed: int = 0
-    resume: str = "auto"  # "auto": go on from the last complete checkpoint; "none": a fresh folder
-    data: Data = field(default_factory=Data)
-    train: Batch = field(default_factory=Batch)
-    layerwise: Layerwise = field(default_factory=Layerwise)
-    end_to_end: EndToEnd = field(default_factory=EndToEnd)
-    optim: DistilOptim = field(default_factory=DistilOptim)
-    evaluate: Evaluate = field(default_factory=Evaluate)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    teacher: Text | None = key(None, "softmax checkpoint; null: what model was converted from")
+    train: Batch = Batch()
+    layerwise: Layerwise = Layerwise()
+    end_to_end: EndToEnd = EndToEnd()
+    optim: DistilOptim = DistilOptim()
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Saving = Saving()
 
     @property
     def steps(self) -> int:
         return self.layerwise.steps + self.end_to_end.steps
 
+    @property
+    def stages(self) -> dict[str, Layerwise | EndToEnd]:
+        """The stages that have steps, by their names."""
+        both = {"layerwise": self.layerwise, "end_to_end": self.end_to_end}
+        return {name: stage for name, stage in both.items() if stage.steps}
 
-TRAINED = ("numbers", "projections", "lora")
-CHOICES = {
-    "resume": ("auto", "none"),
-    "data.bad_text": ("refuse", "replace"),
-    "train.precision": ("fp32", "bf16"),
-    "train.parameters": ("all", "attention", "log_length", "lora"),
-    "lora.targets": ("attention", "all-linear"),
-    "optim.optimizer": ("adamw", "muon"),
-    "optim.schedule": ("cosine", "linear", "constant"),
-    "optim.qk_rule": ("quack", "constant"),
-    "checkpoint.state": ("full", "sharded"),
-    "layerwise.train": TRAINED,
-    "end_to_end.train": (*TRAINED, "all"),
-}
-LEAST = {  # inclusive
-    **{
-        f"{stage}.{k}": 0
-        for stage in ("layerwise", "end_to_end")
-        for k in ("steps", "lr", "numbers_lr")
-    },
-    **{f"end_to_end.{k}": 0 for k in ("kl", "blend")},
-    "optim.warmup": 0,
-    "optim.lora_rank": 1,
-    "lora.rank": 1,
-    "lora.dropout": 0,
-    "data.streams": 1,
-    "evaluate.every": 1,
-    "evaluate.windows": 1,
-    "evaluate.needle_samples": 1,
-    "evaluate.health_every": 0,
-    **{f"train.{k}": 1 for k in ("steps", "batch_size", "grad_accumulation", "max_skipped")},
-    "train.block_size": 2,  # one token to read and one to predict
-    **{f"optim.{k}": 0 for k in ("lr", "log_length_lr", "min_lr_ratio", "warmup_steps")},
-    **{f"optim.{k}": 0 for k in ("weight_decay", "beta1", "beta2", "eps", "clip", "qk_lr_scale")},
-    "checkpoint.every": 0,
-    "checkpoint.keep": 1,
-    "seed": 0,
-}
-POSITIVE = ("optim.qk_tau", "optim.qk_clip", "train.epochs", "lora.alpha")
-BELOW = {"optim.beta1": 1, "optim.beta2": 1, "lora.dropout": 1}
-MOST = {"seed": 2**32 - 1, "end_to_end.kl": 1, "end_to_end.blend": 1, "optim.warmup": 1}
+    @model_validator(mode="after")
+    def _does_something(self) -> "Distil":
+        if self.steps < 1:
+            raise ValueError("layerwise.steps and end_to_end.steps: expected at least 1, got 0")
+        return self

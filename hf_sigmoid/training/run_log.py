@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.training.checkpointing import Failed, write_text
+from hf_sigmoid.files import write_text
+from hf_sigmoid.training.checkpointing import Failed
 
 
 class RunLog:
@@ -18,9 +19,8 @@ class RunLog:
     """
 
     def __init__(self, file: Path, *, after: int):
-        self.kept = kept = read(file)[:after]
         check(file, after=after)
-        write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
+        write_text(file, "".join(json.dumps(line) + "\n" for line in read(file)[:after]))
         self._stream = file.open("a", encoding="utf-8")
 
     def write(self, **values: Any) -> None:
@@ -50,7 +50,7 @@ def check(file: Path, *, after: int) -> None:
 
 
 def finite(value: Any) -> Any:
-    """What is not finite as None, in dictionaries and lists too: JSON knows no other."""
+    """Values with null for numbers that are not finite, which JSON does not know."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

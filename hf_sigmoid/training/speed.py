@@ -63,12 +63,10 @@ class Speed:
         """
         flops = (self.weights * tokens + self.attention * keys) / seconds
         values = {
-            "tok_s": tokens / seconds,
-            "tok_s_process": tokens / seconds / processes,
-            "tflop_s": flops / 1e12,
-            "mfu": flops / (self.peak * processes) if self.peak else None,
+            "tok_s": tokens / seconds, "tok_s_process": tokens / seconds / processes,
+            "tflop_s": flops / 1e12, "mfu": flops / (self.peak * processes) if self.peak else None,
             "memory_gb": self.memory() / 1e9,
-        }
+        }  # fmt: skip
         return {key: value and float(f"{value:.5g}") for key, value in values.items()}
 
     def memory(self) -> int:

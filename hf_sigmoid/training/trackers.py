@@ -9,28 +9,27 @@ from typing import Any
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.files import write_text
 from hf_sigmoid.training.run_config import flat
-from hf_sigmoid.training.run_keys import Run
+from hf_sigmoid.training.run_keys import Distil, Run
 
 FILE = "trackers.json"  # what a resumed run needs to go on in the same place
 
 
-def check(names: list[str] | None) -> None:
-    """Refuse a tracker that is not installed: accelerate leaves it out without a word.
+def need(package: str, key: str) -> None:
+    """Refuse before the work what would fail, or be left out, without a package.
 
     Raises:
-        BadInput: names the package.
+        BadInput: names it.
     """
-    for name in names or []:
-        if find_spec(name) is None:
-            raise BadInput(f"log.trackers: {name} is not installed: pip install {name}")
+    if find_spec(package) is None:
+        raise BadInput(f"{key}: {package} is not installed: pip install {package}")
 
 
 class Trackers:
     """The trackers of a run; none asked for is none touched."""
 
-    def __init__(self, accelerator: Any, run: Run, folder: Path, done: int):
+    def __init__(self, accelerator: Any, run: Run | Distil, folder: Path, done: int):
         self.accelerator = accelerator
-        if not run.log.trackers:
+        if not isinstance(run, Run) or not run.log.trackers:
             return
         config = {key: _plain(value) for key, value in flat(run).items()}
         # Trackers are the main process's; the others must not write its file.
@@ -41,7 +40,7 @@ class Trackers:
         if self.accelerator.trackers:
             self.accelerator.log(numbers(values), step=step)
 
-    def finish(self) -> None:
+    def close(self) -> None:
         for tracker in self.accelerator.trackers:
             tracker.finish()
 

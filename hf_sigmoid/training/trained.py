@@ -1,6 +1,5 @@
-"""The parameters that train: all, those of attention, the row numbers alone, or adapters."""
+"""The parameters that train: all, those of attention, the per-query terms alone, or adapters."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,6 @@ from hf_sigmoid import parameters
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.parameters import HOLDER
 from hf_sigmoid.training.run_keys import Lora, Run
-
-
-def check(run: Run) -> None:
-    """Refuse what would fail after the model has loaded.
-
-    Raises:
-        BadInput: adapters without the package for them.
-    """
-    if run.parameters == "lora" and find_spec("peft") is None:
-        raise BadInput("lora.rank: peft is not installed: pip install peft")
 
 
 def select(model: Any, run: Run, adapter: Path | None = None) -> Any:
