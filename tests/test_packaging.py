@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,16 @@ def test_help_and_version_load_nothing_heavy():
     )
     printed = run(code)
     assert printed.splitlines()[-1] == "[]" and "hf-sigmoid 0.1.0" in printed
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    code = "from hf_sigmoid.command_line import main; raise SystemExit(main(['train', '--keys']))"
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(write)
+    assert run.returncode == 1 and run.stderr == ""
 
 
 def test_registration_follows_the_model_classes_in_any_order_and_only_once():

@@ -25,10 +25,10 @@ from hf_sigmoid import masks, parameters, support
 from hf_sigmoid.attention import Call, read
 from hf_sigmoid.logit_control.blocks import plain_name
 from hf_sigmoid.logit_control.recorder import Recorder, all_reduce_max, record
+from hf_sigmoid.logit_control.shards import head_part, reshard
 from hf_sigmoid.parameters import FUNCTIONS
 from hf_sigmoid.reference import logits_of, row_of
 from hf_sigmoid.replace_attention import standing_in
-from hf_sigmoid.shards import head_part, reshard
 
 __all__ = ["Health", "Recorder", "all_reduce_max", "record", "summary"]
 

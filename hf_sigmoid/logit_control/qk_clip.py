@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_sigmoid.logit_control.blocks import Heads
 from hf_sigmoid.logit_control.recorder import all_reduce_max
-from hf_sigmoid.shards import Rows
+from hf_sigmoid.logit_control.shards import Rows
 
 
 class QKClip:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_sigmoid.logit_control.blocks import Heads
-from hf_sigmoid.shards import Rows
+from hf_sigmoid.logit_control.shards import Rows
 
 RULES = ("quack", "constant")
 

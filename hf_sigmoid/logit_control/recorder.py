@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_sigmoid import parameters
 from hf_sigmoid.attention import MAXIMA
 from hf_sigmoid.logit_control.blocks import plain_name
-from hf_sigmoid.shards import head_part
+from hf_sigmoid.logit_control.shards import head_part
 
 
 class Maxima:

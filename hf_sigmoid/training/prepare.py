@@ -14,8 +14,8 @@ from hf_sigmoid.context_parallel import check_model
 from hf_sigmoid.embedded import checkpoint
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.loading import check_weights, load, load_model, max_positions, twin
+from hf_sigmoid.logit_control.shards import reshard
 from hf_sigmoid.optim import Heads
-from hf_sigmoid.shards import reshard
 from hf_sigmoid.training import (
     dry_run,
     loop,

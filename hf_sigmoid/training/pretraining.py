@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import set_seed
 from safetensors.torch import save_file
 
-from hf_sigmoid.shards import reshard
+from hf_sigmoid.logit_control.shards import reshard
 from hf_sigmoid.training import checkpointing, finished_model, optimization, optimizer_state
 from hf_sigmoid.training.held_out import HeldOut, brief
 from hf_sigmoid.training.job import Job
