@@ -814,3 +814,19 @@ def test_an_adapter_is_merged_by_the_command_line_as_at_the_end_of_its_run(
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name])
     assert not torch.equal(theirs["model.layers.0.self_attn.log_length.slope"], torch.zeros(4))
+
+
+def test_a_run_of_an_older_release_goes_on(tiny, corpus_file, tmp_path):
+    """Written before training was a library: config, log and checkpoint as they lay there."""
+    out = tmp_path / "run"
+    shutil.copytree(Path(__file__).with_name("run_of_an_older_release"), out)
+    config = (out / "config.yaml").read_text()
+    for word, path in (("MODEL", tiny), ("TEXT", corpus_file), ("RUN", out)):
+        config = config.replace(word, str(path))
+    (out / "config.yaml").write_text(config)
+    before = (out / "log.jsonl").read_text()
+    train.main(arguments(tiny, corpus_file, out))
+    assert (out / "log.jsonl").read_text().startswith(before)
+    # The rest of the losses that it would have had; other processors sum in another order.
+    expected = [4.842788454086062, 4.751755639520615, 4.725935122841283]
+    assert losses(out)[6:] == pytest.approx(expected, rel=1e-4)
