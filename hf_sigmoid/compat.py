@@ -4,6 +4,7 @@ All other code is written for the newest release of transformers.
 """
 
 import warnings
+from typing import Any
 
 import transformers
 from packaging.version import Version
@@ -45,3 +46,14 @@ def warn_of_untested() -> None:
                 "run its tests first",
                 stacklevel=5,
             )
+
+
+def recompute_activations(model: Any, **options: Any) -> None:
+    """Let the backward pass compute activations again. Ends with 5.23, which renamed the method."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)(options)
+
+
+def is_croppable(cache: Any) -> bool:
+    """Can a cache of dynamic layers forget its last tokens? Until 5.17 all can. Ends with 5.17."""
+    return getattr(cache, "is_croppable", True)

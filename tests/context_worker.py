@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_sigmoid
 from hf_sigmoid import masks
+from hf_sigmoid.compat import recompute_activations
 from hf_sigmoid.context_parallel import context_parallel, split
 from hf_sigmoid.context_parallel.gather import Gather
 
@@ -121,7 +122,7 @@ def check(model, positions=PACKED, **options):
 def checkpointed(function, use_reentrant, **options):
     model = tiny_models.converted("llama", function).train()
     expected = alone(model, PACKED)
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    recompute_activations(model, use_reentrant=use_reentrant)
     return compare(split_up(model, PACKED, **options), expected)
 
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import StaticCache
 
 from hf_sigmoid import functional, reference
+from hf_sigmoid.compat import CACHE
 from hf_sigmoid.kernels import flash
 from hf_sigmoid.kernels.flash import backward as backward_kernels
 from hf_sigmoid.kernels.flash import decode, tuning
@@ -392,7 +393,7 @@ def test_generate_decodes_by_the_decode_kernel(monkeypatch, launches, function, 
         monkeypatch.setattr(functional, name, functools.partial(plain, backend=backend))
         cache = {}
         if static:  # longer than the text: its tail stays unused
-            cache = {"cache": StaticCache(config=model.config, max_cache_len=40)}
+            cache = {CACHE: StaticCache(config=model.config, max_cache_len=40)}
         results.append(model.generate(ids, **options, **cache))
     # The first step reads the prompt; caches are shorter than 16 keys at the first few steps.
     layers, steps = 2, 5

@@ -13,6 +13,7 @@ from transformers import (
 
 import hf_sigmoid
 from hf_sigmoid import functional, masks, reference, registration
+from hf_sigmoid.compat import CACHE, recompute_activations
 
 FUNCTIONS = ("sigmoid", "ssmax")
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # float32 sums in another order, through two layers
@@ -166,7 +167,7 @@ def test_static_cache_equals_dynamic(family, function):
     dynamic = model.generate(ids, **options)
     # Longer than the text, so that its tail stays unused and must not be counted.
     cache = StaticCache(config=model.config, max_cache_len=40)
-    static = model.generate(ids, **options, cache=cache)
+    static = model.generate(ids, **options, **{CACHE: cache})
     assert torch.equal(dynamic.sequences, static.sequences)
     torch.testing.assert_close(torch.stack(dynamic.logits), torch.stack(static.logits), **TOLERANCE)
 
@@ -190,10 +191,10 @@ def test_whisper_decodes_with_caches_as_without(function, static):
             result = model(
                 encoder_outputs=memory,
                 decoder_input_ids=token,
-                cache=cache,
                 use_cache=True,
+                **{CACHE: cache},
             )
-        cache = result.cache
+        cache = getattr(result, CACHE)
         steps.append(result.logits)
     torch.testing.assert_close(torch.cat(steps, 1), full, **TOLERANCE)
 
@@ -280,7 +281,7 @@ def test_gradient_checkpointing_changes_no_gradient(function):
         model, ids = tiny_models.converted("llama", function), tiny_models.tokens()
         model.train()
         if checkpointing:
-            model.activation_checkpointing_enable()
+            recompute_activations(model)
         model(input_ids=ids, labels=ids).loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):

@@ -17,6 +17,8 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_sigmoid.compat import CACHE, is_croppable
+
 # Layers that never write into their tensors: a copy may share them.
 SHARED = (DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -35,7 +37,7 @@ class Prefix:
         self.model, self.cache, self.length, self.tokens = model, cache, length, tokens
         # Exactly this class: what derives from it keeps more than keys and values.
         plain = all(type(layer) is DynamicLayer for layer in cache.layers)
-        self._can_crop = plain and not hasattr(cache, "linear_cache") and cache.is_croppable
+        self._can_crop = plain and not hasattr(cache, "linear_cache") and is_croppable(cache)
 
     @classmethod
     def read(cls, model: Any, ids: Tensor) -> "Prefix":
@@ -49,7 +51,7 @@ class Prefix:
     @classmethod
     def after(cls, model: Any, result: Any, ids: Tensor) -> "Prefix":
         """The prefix that the forward of ids `[rows, length]` leaves."""
-        cache = getattr(result, "cache", None)
+        cache = getattr(result, CACHE, None)
         try:
             holds = isinstance(cache, Cache) and cache.get_seq_length() == ids.shape[1]
         except (ValueError, NotImplementedError):
@@ -92,8 +94,8 @@ class Prefix:
 
     def _forward(self, cache: Cache, ids: Tensor, keep: int) -> Tensor:
         self.tokens += ids.numel()
-        options = kept(self.model, keep)
-        return self.model(input_ids=ids, cache=cache, use_cache=True, **options).logits[:, -keep:]
+        options = {CACHE: cache, **kept(self.model, keep)}
+        return self.model(input_ids=ids, use_cache=True, **options).logits[:, -keep:]
 
 
 def _copied(cache: Cache) -> Cache:

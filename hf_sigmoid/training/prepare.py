@@ -9,6 +9,7 @@ from accelerate.utils import set_seed
 from transformers import AutoConfig
 
 import hf_sigmoid
+from hf_sigmoid.compat import recompute_activations
 from hf_sigmoid.configuration import find_section
 from hf_sigmoid.context_parallel import check_model
 from hf_sigmoid.embedded import checkpoint
@@ -136,7 +137,7 @@ def load_weights(checked: Checked) -> Any:
         model.to(device)
     check_documents(model)
     if run.train.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(model, use_reentrant=False)
     set_seed(run.seed)  # the start of adapters
     model = trained.select(model, run, adapter=saved).train()
     if layout.world > 1 and not layout.splits_weights:
