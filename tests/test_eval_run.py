@@ -611,10 +611,14 @@ def test_a_lock_that_is_removed_is_none(tmp_path):
     with pytest.raises(BadInput, match="another process is writing into it"):
         RunLock(tmp_path)
     first.release(remove=True)
+    assert not list(tmp_path.iterdir())
     second = RunLock(tmp_path)
     (tmp_path / RunLock.FILE).unlink()
-    assert not second._is_there()  # who opens it now gets another file
+    third = RunLock(tmp_path)  # of another file, which is the one to lock now
     second.release()
+    with pytest.raises(BadInput, match="another process is writing into it"):
+        RunLock(tmp_path)
+    third.release(remove=True)
 
 
 def test_a_table_of_positions_is_the_text_s_own(tmp_path):

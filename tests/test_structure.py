@@ -17,7 +17,8 @@ FOLDERS = ("hf_sigmoid", "kernels", "conversions", "recipes")
 # From below: a module imports its own layer and those before it, so that each can be understood,
 # and changed, without those after it. What is in none of the packages is the core.
 LAYERS = ("core", "hf_sigmoid.evals", "hf_sigmoid.conversions", "hf_sigmoid.training", "above")
-ABOVE = ("hf_sigmoid.command_line",)  # parses the command line, and imports late
+# They parse the command line, and import late.
+ABOVE = ("hf_sigmoid.command_line", "hf_sigmoid.conversions.__main__")
 
 LONGEST = 400  # lines: what can be read at a sitting
 
