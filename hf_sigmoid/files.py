@@ -5,6 +5,7 @@ into place.
 """
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +29,11 @@ def write_file(file: Path, write: Callable[[Path], Any]) -> Path:
         temporary.unlink(missing_ok=True)
     sync(file.parent)
     return file
+
+
+def is_unfinished(name: str, file: Path) -> bool:
+    """Is it what a process left that was killed while writing the file?"""
+    return name == f"{file.name}.tmp" or bool(re.fullmatch(rf"\.\d+\.{re.escape(file.name)}", name))
 
 
 def write_text(file: Path, content: str) -> Path:
