@@ -59,14 +59,16 @@ def _train(command: str, *arguments: str) -> int:
         from hf_sigmoid.training import script
 
         module = importlib.import_module(f"hf_sigmoid.training.{TRAINING[command][0]}")
-    except ImportError as error:
+        script.run(lambda: module.main(arguments))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("hf_sigmoid"):
+            raise
         print(
             f"hf-sigmoid {command} needs the package {error.name}: "
             "pip install 'hf-sigmoid[recipes]'",
             file=sys.stderr,
         )
         return 2
-    script.run(lambda: module.main(arguments))
     return 0
 
 
