@@ -4,6 +4,7 @@ Each is written beside its place, flushed to disk and renamed. Nothing else in t
 into place.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -130,5 +131,9 @@ def sync(path: Path) -> None:
         raise
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems flush files alone.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)

@@ -9,7 +9,7 @@ import sys
 import pytest
 from training_runs import RECIPES, arguments, losses
 
-from hf_sigmoid import run_lock
+from hf_sigmoid import files, run_lock
 
 # As on Windows, as far as a Linux system can be without.
 LACKING = """
@@ -60,6 +60,18 @@ def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path, monkeypatch,
     (tmp_path / run_lock.RunLock.FILE).touch()  # of a process that was killed
     run_lock.RunLock(tmp_path).release(remove=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_flushes_no_folder_is_no_reason_to_stop(tmp_path, monkeypatch):
+    flush = os.fsync
+
+    def flush_files(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush_files)
+    assert files.write_text(tmp_path / "a", "b").read_text() == "b"
 
 
 def test_a_lock_that_cannot_be_written_is_no_missing_lock(tmp_path):
