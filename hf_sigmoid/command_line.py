@@ -56,9 +56,10 @@ def _run(arguments: list[str]) -> int:
 def _train(command: str, *arguments: str) -> int:
     """A command of `hf_sigmoid/training`, which ends as its scripts do."""
     try:
-        from hf_sigmoid.training import script
+        with while_loading(f"hf-sigmoid {command}: stopped, nothing was written"):
+            from hf_sigmoid.training import script
 
-        module = importlib.import_module(f"hf_sigmoid.training.{TRAINING[command][0]}")
+            module = importlib.import_module(f"hf_sigmoid.training.{TRAINING[command][0]}")
         script.run(lambda: module.main(arguments))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("hf_sigmoid"):

@@ -185,3 +185,19 @@ def test_a_package_that_the_work_needs_is_named(command):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     said = f"hf-sigmoid {command} needs the package psutil: pip install 'hf-sigmoid[recipes]'"
     assert (done.returncode, done.stderr.splitlines()[-1]) == (2, said)
+
+
+def test_ctrl_c_while_a_command_loads_is_one_line():
+    code = (
+        "import os, signal, sys\n"
+        "from hf_sigmoid.command_line import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *given):\n"
+        "        if name == 'hf_sigmoid.training.run_keys': os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.exit(main(['train', 'model=m', 'output_dir=o']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = "hf-sigmoid train: stopped, nothing was written"
+    assert (done.returncode, done.stderr.strip()) == (130, said)
