@@ -56,17 +56,20 @@ def _run(arguments: list[str]) -> int:
 def _train(command: str, *arguments: str) -> int:
     """A command of `hf_sigmoid/training`, which ends as its scripts do."""
     try:
-        from hf_sigmoid.training import script
+        with while_loading(f"hf-sigmoid {command}: stopped, nothing was written"):
+            from hf_sigmoid.training import script
 
-        module = importlib.import_module(f"hf_sigmoid.training.{TRAINING[command][0]}")
-    except ImportError as error:
+            module = importlib.import_module(f"hf_sigmoid.training.{TRAINING[command][0]}")
+        script.run(lambda: module.main(arguments))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("hf_sigmoid"):
+            raise
         print(
             f"hf-sigmoid {command} needs the package {error.name}: "
             "pip install 'hf-sigmoid[recipes]'",
             file=sys.stderr,
         )
         return 2
-    script.run(lambda: module.main(arguments))
     return 0
 
 

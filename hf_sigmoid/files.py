@@ -4,7 +4,9 @@ Each is written beside its place, flushed to disk and renamed. Nothing else in t
 into place.
 """
 
+import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +30,11 @@ def write_file(file: Path, write: Callable[[Path], Any]) -> Path:
         temporary.unlink(missing_ok=True)
     sync(file.parent)
     return file
+
+
+def is_unfinished(name: str, file: Path) -> bool:
+    """Is it what a process left that was killed while writing the file?"""
+    return name == f"{file.name}.tmp" or bool(re.fullmatch(rf"\.\d+\.{re.escape(file.name)}", name))
 
 
 def write_text(file: Path, content: str) -> Path:
@@ -124,5 +131,9 @@ def sync(path: Path) -> None:
         raise
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems flush files alone.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)

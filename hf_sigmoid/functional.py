@@ -173,10 +173,12 @@ def _attention(function, query, key, value, scaling, row, visible, is_causal, so
     intervals, mask = _intervals(visible, B, M, N, is_causal, query.device)
     if logit_bias is not None:
         # −inf hides a key: 0·(−inf) and a negative multiplier would make it anything but hidden.
-        # Before it is expanded, so that what is made here is no larger than what was given.
+        # Before it is expanded, so that what is made here is no larger than what was given; after
+        # it has its dtype, in which the least number of another may be −inf.
+        logit_bias = logit_bias.to(dtype)
         shown = logit_bias != float("-inf")
         mask = shown if mask is None else mask & shown
-        logit_bias = logit_bias.to(dtype).masked_fill(~shown, 0.0).expand(B, H, M, N)
+        logit_bias = logit_bias.masked_fill(~shown, 0.0).expand(B, H, M, N)
     if mask is not None:
         mask = mask.expand(B, H, M, N)
     if alibi_slopes is not None:

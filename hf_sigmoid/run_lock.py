@@ -16,13 +16,16 @@ class RunLock:
 
     Raises:
         BadInput: another process writes into the folder; a launcher that was killed leaves one.
+        OSError: the folder, or the file that is locked, cannot be written.
     """
 
     FILE = ".lock"
 
     def __init__(self, folder: Path, option: str = "output_dir"):
         self._path = folder / self.FILE
-        self._lock = FileLock(self._path, is_singleton=False)
+        self._path.open("ab").close()  # an error here is of the folder, and no missing lock
+        # Not soft: the marker of a process that was killed would keep the folder taken.
+        self._lock = FileLock(self._path, is_singleton=False, fallback_to_soft=False)
         try:
             self._lock.acquire(timeout=0)
         except Timeout:

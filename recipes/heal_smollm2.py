@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     out, steps = args.out, dict(zip(STEPS, args.steps, strict=True))
     texts = make_texts(out / "texts")
     held_out = {name: str(out / "texts" / f"{name}.txt") for name in (CHAPTERS, LEADS)}
-    stages = Steps(out)
+    stages = Steps(out, measured=("perplexities", "needles", "calibration"))
 
     convert = ("hf-sigmoid", "convert", "smollm2", "OUT", "--evaluate", held_out[LEADS], "--to")
     stages.run("ssmax", *convert, "ssmax")

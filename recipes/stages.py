@@ -49,10 +49,15 @@ def run(command: Sequence[str]) -> None:
 
 
 class Steps:
-    """Commands that write a folder each under `out`, how long each took, and what is measured."""
+    """Commands that write a folder each under `out`, how long each took, and what is measured.
 
-    def __init__(self, out: Path):
+    Args:
+        measured: the names that `kept` is called with; a command that runs makes these anew.
+    """
+
+    def __init__(self, out: Path, measured: Sequence[str] = ()):
         self.out, self.file = out, out / "stages.json"
+        self.measured = measured
         known = json.loads(self.file.read_text("utf-8")) if self.file.exists() else {}
         self.seconds: dict[str, float] = known.get("seconds", {})
         self.commands: dict[str, str] = known.get("commands", {})
@@ -70,9 +75,8 @@ class Steps:
             )
         if done.exists():
             return
-        for file in self.out.glob("*.json"):
-            if file != self.file:  # of the stages, so measured after them
-                file.unlink()
+        for measured in self.measured:  # of the stages, so measured after them
+            (self.out / f"{measured}.json").unlink(missing_ok=True)
         command = tuple(part.replace("OUT", str(folder)) for part in command)
         print(f"[{name}] {shlex.join(command)}", flush=True)
         start = time.perf_counter()

@@ -588,3 +588,27 @@ def test_a_run_begins_by_saying_what_it_is(converted, corpus_file, tmp_path, cap
     assert said[1] == "layerwise, 8 steps, numbers: 96 of 35,136 parameters train (0.27%)"
     assert said[2] == "end_to_end, 2 steps, all: 35,136 of 35,136 parameters train (100.00%)"
     assert said[3].startswith("text texts.jsonl: 60 documents, ")
+
+
+@pytest.mark.parametrize("step", [3, 9])  # in a stage, and at the end of one
+def test_a_signal_at_a_step_that_is_evaluated_and_saved_leaves_a_run_that_goes_on(
+    converted, corpus_file, tmp_path, monkeypatch, step
+):
+    keys = {"layerwise.steps": 9, "end_to_end.steps": 3, "evaluate.path": "builtin",
+            "evaluate.every": 3, "evaluate.windows": 2}  # fmt: skip
+    whole = distil.main(arguments(converted, corpus_file, tmp_path / "whole", **keys))
+    argv = arguments(converted, corpus_file, tmp_path / "parts", **keys)
+    take = distilling.Distilling.step
+
+    def ask_and_take(self, number):
+        if number == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(self, number)
+
+    monkeypatch.setattr(distilling.Distilling, "step", ask_and_take)
+    assert distil.main(argv) is None
+    monkeypatch.undo()
+    assert same_weights(whole, distil.main(argv))
+    ours, theirs = lines(tmp_path / "parts"), lines(tmp_path / "whole")
+    for key in ("step", "loss", "perplexity"):
+        assert [line.get(key) for line in ours] == [line.get(key) for line in theirs]

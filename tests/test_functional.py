@@ -219,6 +219,17 @@ def test_minus_infinity_hides_whatever_the_multiplier(backend, multiplier):
 
 
 @pytest.mark.parametrize("function", VERBS)
+def test_a_logit_bias_that_becomes_minus_infinity_in_float32_hides_a_key(function):
+    tensors, options = good(torch.float32), {ROW[function]: -0.5}
+    hidden = torch.rand(B, H, M, N) < 0.4
+    bias = torch.zeros(B, H, M, N, dtype=torch.float64)
+    given = bias.masked_fill(hidden, torch.finfo(bias.dtype).min)
+    expected = VERBS[function](**tensors, visible=~hidden, **options)
+    found = VERBS[function](**tensors, logit_bias=given, **options)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("function", VERBS)
 def test_minus_infinity_in_the_logit_bias_hides_a_key(function):
     tensors, hidden = good(), torch.rand(B, H, M, N) < 0.4
     bias = torch.randn(B, H, M, N)

@@ -43,7 +43,7 @@ def test_a_stage_that_is_there_is_kept_and_an_interrupted_one_adds_its_time(tmp_
         "(p / 'config.json').touch()"
     )
     (tmp_path / "perplexities.json").write_text("{}")  # of what is made anew
-    stages = Steps(tmp_path)
+    stages = Steps(tmp_path, measured=("perplexities",))
     stages.seconds["one"] = 100.0  # of an earlier attempt
     stages.run("one", "python", "-c", write)
     assert (tmp_path / "one" / "config.json").exists() and 100.2 < stages.seconds["one"] < 160
@@ -64,3 +64,10 @@ def test_the_committed_table_is_what_the_figures_say(tmp_path):
     assert table.strip() in (ROOT / "conversions" / "README.md").read_text()
     heal_smollm2.picture(results, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_a_stage_removes_no_file_but_those_measured_after_it(tmp_path):
+    for name in ("mine.json", "needles.json"):
+        (tmp_path / name).write_text("{}")
+    Steps(tmp_path, measured=("needles",)).run("one", "python", "-c", "pass")
+    assert {file.name for file in tmp_path.iterdir()} == {"mine.json", "stages.json"}

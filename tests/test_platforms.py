@@ -1,13 +1,15 @@
 """What other systems than Linux lack, taken away here: it works without, or says so."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
 
+import pytest
 from training_runs import RECIPES, arguments, losses
 
-from hf_sigmoid import run_lock
+from hf_sigmoid import files, run_lock
 
 # As on Windows, as far as a Linux system can be without.
 LACKING = """
@@ -47,15 +49,35 @@ def test_a_run_needs_nothing_that_only_posix_has(tiny, corpus_file, tmp_path):
     assert names == ["step_00000003"]
 
 
-def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path, monkeypatch, number):
     import fcntl
 
     def refuse(*given):
-        raise OSError(37, "No locks available")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
+    (tmp_path / run_lock.RunLock.FILE).touch()  # of a process that was killed
     run_lock.RunLock(tmp_path).release(remove=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_flushes_no_folder_is_no_reason_to_stop(tmp_path, monkeypatch):
+    flush = os.fsync
+
+    def flush_files(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush_files)
+    assert files.write_text(tmp_path / "a", "b").read_text() == "b"
+
+
+def test_a_lock_that_cannot_be_written_is_no_missing_lock(tmp_path):
+    (tmp_path / run_lock.RunLock.FILE).mkdir()
+    with pytest.raises(OSError, match=r"\.lock"):
+        run_lock.RunLock(tmp_path)
 
 
 def test_healing_says_that_it_needs_linux(tmp_path):

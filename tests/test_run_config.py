@@ -77,6 +77,13 @@ def test_a_list_may_be_pasted_as_the_docs_have_it(given, key, value):
             "log.trackers=[mlflow]",
             "log.trackers[0]: expected one of tensorboard, wandb, trackio, got 'mlflow'",
         ),
+        (
+            "log.trackers=wandb,b",
+            "log.trackers[1]: expected one of tensorboard, wandb, trackio, got 'b'",
+        ),
+        ("log.trackers=''", "log.trackers[0]: expected one of tensorboard, wandb, trackio, got ''"),
+        ("evaluate.needle=0", "evaluate.needle[0]: expected at least 1, got 0"),
+        ("evaluate.needle=512,0", "evaluate.needle[1]: expected at least 1, got 0"),
         ("train.parameters=lora", "lora.rank: expected a number with train.parameters=lora"),
         ("data.mixture=[a]", "data.mixture[0]: expected keys and values, got 'a'"),
     ],
@@ -166,3 +173,31 @@ def test_a_wheel_holds_the_recipes(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if "hf_sigmoid/recipes" in name}
     assert held == {f"hf_sigmoid/recipes/{name}.yaml" for name in recipe_files.files()}
+
+
+@pytest.mark.parametrize("command", ["train", "distil"])
+def test_a_package_that_the_work_needs_is_named(command):
+    code = (
+        "import sys; sys.modules['psutil'] = None\n"
+        "from hf_sigmoid.command_line import main\n"
+        f"sys.exit(main(['{command}', 'model=m', 'output_dir=o']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = f"hf-sigmoid {command} needs the package psutil: pip install 'hf-sigmoid[recipes]'"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, said)
+
+
+def test_ctrl_c_while_a_command_loads_is_one_line():
+    code = (
+        "import os, signal, sys\n"
+        "from hf_sigmoid.command_line import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *given):\n"
+        "        if name == 'hf_sigmoid.training.run_keys': os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.exit(main(['train', 'model=m', 'output_dir=o']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = "hf-sigmoid train: stopped, nothing was written"
+    assert (done.returncode, done.stderr.strip()) == (130, said)

@@ -198,6 +198,19 @@ script.run(lambda: train.main(argv))
 """
 
 
+def test_a_run_killed_while_it_writes_its_first_file_begins_anew(tiny, corpus_file, tmp_path):
+    die = "lambda new: (new.write_text('model: '), os.kill(os.getpid(), signal.SIGKILL))"
+    killed(
+        "import json, os, signal, sys; from pathlib import Path\n"
+        "from hf_sigmoid.files import write_file\n"
+        f"write_file(Path(json.loads(sys.argv[1])[0], 'config.yaml'), {die})",
+        str(tmp_path),
+    )
+    (tmp_path / ".lock").touch()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert train.main(arguments(tiny, corpus_file, tmp_path, **{"train.steps": 1}))
+
+
 @pytest.mark.parametrize("moment", ["training", "saving"])
 def test_a_killed_run_resumes_to_the_last_bit(tiny, corpus_file, uninterrupted, tmp_path, moment):
     argv, out = arguments(tiny, corpus_file, tmp_path / "out"), tmp_path / "out"

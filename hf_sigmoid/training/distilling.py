@@ -43,7 +43,6 @@ class Distilling:
         weights: hashes of both models as they were loaded.
         probe: some token ids `[1, T]`.
         named: all that trains in any stage, by name; `trained` does in this one.
-        resumed: the checkpoint whose optimiser the first stage takes.
     """
 
     job: Job
@@ -53,23 +52,25 @@ class Distilling:
     probe: torch.Tensor
     held_out: dict[str, torch.Tensor]
     named: dict[str, torch.nn.Parameter]
-    resumed: Checkpoint | None = None
     stage: Layerwise | EndToEnd | None = None
     trained: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     optimizer: torch.optim.Optimizer | None = None
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Put back what trains; the optimiser once its stage is there."""
+        """Put back what trains, and the optimiser of the stage that was saved."""
         load_trained(checkpoint.folder / TRAINED, self.named)
-        self.resumed = checkpoint
+        # Here, not at the next step: the step that was saved may be evaluated and saved once more.
+        self._begin(self._stage_of(checkpoint.step))
+        file = checkpoint.folder / optimizer_state.FILE
+        optimizer_state.load(file, self.optimizer, self.models.student)
 
     def step(self, number: int) -> dict[str, Any]:
         """One update of the weights; the values to log."""
         job, run, started = self.job, self.job.run, time.perf_counter()
         layerwise = number <= run.layerwise.steps
-        stage = run.layerwise if layerwise else run.end_to_end
+        stage = self._stage_of(number)
         if stage is not self.stage:
-            self._begin(stage, number)
+            self._begin(stage)
         within = number if layerwise else number - run.layerwise.steps
         batches = [
             {name: tensor.to(job.processes.device) for name, tensor in batch.items()}
@@ -144,7 +145,11 @@ class Distilling:
             modules = list(self.models.modules)
             distilled_model.write(folder, self.job, self.models.student, folded, modules)
 
-    def _begin(self, stage: Layerwise | EndToEnd, number: int) -> None:
+    def _stage_of(self, number: int) -> Layerwise | EndToEnd:
+        run = self.job.run
+        return run.layerwise if number <= run.layerwise.steps else run.end_to_end
+
+    def _begin(self, stage: Layerwise | EndToEnd) -> None:
         """Let what the stage trains train, under an optimiser of its own."""
         optim = self.job.run.optim
         self.stage, self.trained = stage, self.models.select(stage.train)
@@ -156,10 +161,6 @@ class Distilling:
             [group for group in groups if group["params"]],
             betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=0.0,
         )  # fmt: skip
-        if self.resumed and number != self.job.run.layerwise.steps + 1:
-            file = self.resumed.folder / optimizer_state.FILE
-            optimizer_state.load(file, self.optimizer, self.models.student)
-        self.resumed = None
 
     def _layerwise(self, batches: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         """Gradients of each module's own error; the errors' mean, and each."""

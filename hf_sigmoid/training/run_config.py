@@ -155,7 +155,10 @@ def _line(kind: type[BaseModel], error: Any, prefix: str, value: Any) -> str:
             return f"{key}: {_unknown(step, model.model_fields)}"
         else:
             break  # a branch
-        value = value.get(step) if isinstance(value, dict) else value[step]
+        if isinstance(value, dict):
+            value = value.get(step)
+        else:  # one number, or text, may be given for a list
+            value = value[step] if isinstance(value, list) else error["input"]
     context, given = error.get("ctx", {}), error["input"]
     if error["type"] == "value_error":
         said = str(context["error"])

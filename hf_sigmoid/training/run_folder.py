@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_sigmoid.errors import BadInput
-from hf_sigmoid.files import check_folder, restore_replaced
+from hf_sigmoid.files import check_folder, is_unfinished, restore_replaced
 from hf_sigmoid.run_lock import RunLock
 from hf_sigmoid.training import checkpointing, run_config, run_log
 from hf_sigmoid.training.run_keys import Distil, Run
@@ -66,7 +66,7 @@ def find(folder: RunFolder, run: Run | Distil) -> checkpointing.Checkpoint | Non
     check_folder(root, "output_dir")
     held = {file.name for file in root.iterdir()} if root.is_dir() else set()
     # A run killed at its very start leaves no more than its lock and an unfinished file.
-    if not held - {RunLock.FILE, f"{folder.config.name}.tmp"}:
+    if all(name == RunLock.FILE or is_unfinished(name, folder.config) for name in held):
         return None
     if run.resume == "none":
         raise BadInput(
