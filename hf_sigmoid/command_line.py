@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 
@@ -22,14 +21,7 @@ TRAINING = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run it, print the result; an error is one line and exit status 2."""
     show_anything()
-    try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
-    except BrokenPipeError:  # `hf-sigmoid train --keys | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor at the exit
-        return 1
-
-
-def _run(arguments: list[str]) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["eval"]:
         from hf_sigmoid.evals.commands import run
 

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from hf_sigmoid.terminal import show
 from hf_sigmoid.training import run_config
 from hf_sigmoid.training.run_config import Model
 
@@ -27,7 +28,7 @@ def read(
     # Intermixed: keys may stand before, between and after the options.
     args = parser.parse_intermixed_args(argv)
     if args.keys:
-        print(run_config.describe(kind))
+        show(run_config.describe(kind))
         return None, args
     file, words = args.config, args.words
     if file is None and words and "=" not in words[0]:
