@@ -190,7 +190,7 @@ def test_a_plan_is_data_and_changes_nothing(source):
     assert Plan.from_json(made.to_json()) == made
     assert made.converted == ("model.layers.1.self_attn",) and len(made.kept) == 1
     assert made.numbers == 4 * (2 + 8)  # heads times offset, slope, one number a head dimension
-    assert "layers 1, 1 attention modules change, 1 stay softmax, 40 numbers" in str(made)
+    assert "layers 1, 1 attention modules change, 1 stay softmax, 40 parameters" in str(made)
     with pytest.raises(ValueError, match="needs fits of 1 modules"):
         apply(model, made)
     with pytest.raises(ValueError, match="another model"):
