@@ -80,7 +80,7 @@ def restore_replaced(root: Path) -> None:
 
 
 def rename(folder: Path, name: str) -> Path:
-    """A folder under another name beside it, which is free afterwards for nobody else."""
+    """Give a folder another name beside it, in the place of what had that name; the new path."""
     target = folder.with_name(name)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(folder, target)
