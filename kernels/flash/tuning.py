@@ -116,6 +116,11 @@ TABLES = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL, "gfx942": CDNA
 LEAST_KEYS_TO_SPLIT = 256
 # A share of keys is at least so many tiles, or its partial result costs more than it saves.
 LEAST_TILES_OF_A_SPLIT = 2
+MOST_SPLITS = 128  # shares that `_combine` reads at once
+
+# float16 weights are multiplied by 2^15, which is what it can hold of a weight of 1. Then weights
+# down to 2^-29 are normal numbers, and half of one is lost below 2^-39.
+HALF_SCALE = 15
 
 
 def tile(
@@ -148,19 +153,41 @@ def tile(
     raise ValueError(f"no tile for {kernel} with head dims of {dim}")
 
 
+@functools.lru_cache(maxsize=1024)
 def splits(programs: int, key_tiles: int) -> int:
-    """Into how many shares decoding splits its keys: about two programs a multiprocessor."""
-    wanted = triton.cdiv(2 * _multiprocessors(), programs)
-    return max(1, min(wanted, 128, key_tiles // LEAST_TILES_OF_A_SPLIT))
+    """Into how many shares decoding splits its keys.
+
+    Programs run in waves of two a multiprocessor, and each takes as long as its share. So the time
+    is waves x tiles of a share; the fewest shares of those that are within 2 % of the least.
+    """
+    slots = 2 * multiprocessors()
+
+    def time(shares: int) -> int:
+        return triton.cdiv(programs * shares, slots) * triton.cdiv(key_tiles, shares)
+
+    most = max(1, min(MOST_SPLITS, key_tiles // LEAST_TILES_OF_A_SPLIT))
+    least = min(time(shares) for shares in range(1, most + 1))
+    return next(shares for shares in range(1, most + 1) if time(shares) <= 1.02 * least)
 
 
-def form(kernel: str, dtype: torch.dtype) -> str:
+def parts(programs: int, heads: int) -> int:
+    """Into how many parts the dk-dv kernel splits the query heads of a group.
+
+    One, unless its programs leave multiprocessors idle; then the fewest that do not, of those that
+    divide the heads.
+    """
+    divisors = [part for part in range(1, heads + 1) if heads % part == 0]
+    enough = [part for part in divisors if programs * part >= multiprocessors()]
+    return enough[0] if enough else heads
+
+
+def form(dtype: torch.dtype) -> str:
     """The form of σ (`tiles.sigmoid`): accurate ones by default, by what the GPU is short of.
 
     float32 inputs, AMD and the interpreter take "rsqrt": the error of the others would show in
     float32, and on AMD inline PTX compiles without an error and is missing from the code. 16-bit
     inputs take "pair" on NVIDIA GPUs, and on sm_100 and sm_103, where special functions bind and
-    float32 products come two at a time, "halley". bfloat16 outputs are summed in units of 2^-60.
+    float32 products come two at a time, "halley".
 
     HF_SIGMOID_FORM=tanh takes tanh.approx where "pair" is the accurate one, with two thirds of its
     special functions. Its error is absolute: PTX allows one that is half of a weight of 1/2048. Use
@@ -173,9 +200,19 @@ def form(kernel: str, dtype: torch.dtype) -> str:
     if dtype.itemsize != 2 or backend != "cuda":
         return "rsqrt"
     accurate = "halley" if arch in (100, 103) else "pair"
-    if asked == "tanh" and accurate == "pair":
-        return "tanh"
-    return f"{accurate}_scaled" if kernel == "forward" and dtype == torch.bfloat16 else accurate
+    return "tanh" if asked == "tanh" and accurate == "pair" else accurate
+
+
+def scale(function: str, dtype: torch.dtype, form: str) -> int:
+    """Power of two by which weights are multiplied before their product with values.
+
+    float16 has no small numbers: weights of sigmoid are of size 1/n. bfloat16 has float32's range,
+    and two forms of σ give its multiple for less than itself.
+    """
+    if dtype == torch.float16:
+        return HALF_SCALE
+    scaled = function == "sigmoid" and dtype == torch.bfloat16 and form in ("pair", "halley")
+    return 60 if scaled else 0
 
 
 def warn_of_assembler() -> None:
@@ -203,7 +240,7 @@ def _target() -> tuple[str, int | str]:
     return target.backend, target.arch
 
 
-def _multiprocessors() -> int:
+def multiprocessors() -> int:
     """The number on the current device; an H100's where there is none."""
     if not torch.cuda.is_available():
         return 132
