@@ -91,7 +91,7 @@ def backward(
             strided(output) if is_ssmax else None, lse, strided(grad_output),
             strided(dq), drow, dslope, delta, scales, M, N, *numbers,
             **shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            RAGGED_STAGES=tile.ragged_stages if mask is None else tile.num_stages,
+            RAGGED_STAGES=tile.ragged_stages if mask is None else tile.num_stages, WAIT=tile.wait,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     if dbias is not None:
@@ -121,7 +121,7 @@ def backward(
             M, N, B, H // G // parts, *numbers,
             **shared, SCALE=tuning.HALF_SCALE if is_half else 0,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            RAGGED_STAGES=tile.ragged_stages if mask is None else tile.num_stages,
+            RAGGED_STAGES=tile.ragged_stages if mask is None else tile.num_stages, WAIT=tile.wait,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     if parts > 1:

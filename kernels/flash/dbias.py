@@ -16,7 +16,6 @@ from hf_sigmoid.kernels.flash.tiles import (
     load_rows,
     logits,
     score_ptrs,
-    shown_by,
     visible,
 )
 
@@ -72,7 +71,9 @@ def backward_dbias(
             dp = dot(do_tile, tl.trans(v_tile), None)
             z, _ = logits(s, bias, slope, b, h, rows[:, None], cols[None, :], M, N, scaling,
                                 softcap, HAS_SOFTCAP)  # fmt: skip
-            keep = shown_by(bias, z)
+            keep = None
+            if bias is not None:
+                keep = z != -float("inf")
             p = probability(z, factors[:, None], offsets[:, None], FUNCTION, FORM, 0)
             keep = visible(lo[:, None], hi[:, None], mask, b, h, rows[:, None], cols[None, :], keep)
             _, dp = drop(p, dp, dropout, seed, b, h, rows[:, None], cols[None, :])

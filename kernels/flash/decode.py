@@ -40,7 +40,7 @@ def _decode(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr,
-    ACC: tl.constexpr, INDEX: tl.constexpr,
+    ACC: tl.constexpr, INDEX: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program writes the partial output of BLOCK_M pairs (query, head) and a share of keys."""
     R: tl.constexpr = H // G
@@ -91,7 +91,7 @@ def _decode(
         s = scores(q_tile, k_ptr, k, n, local_n, shown, D, BLOCK_D)
         state = accumulate(state, s, n, shown, rows, lo, hi, factors, offsets, slope, v_ptr, v,
                            mask, bias, place, None, None, V, BLOCK_V, True, FUNCTION, HAS_SOFTCAP,
-                           FORM, SCALE, tops is not None)  # fmt: skip
+                           FORM, SCALE, tops is not None, WAIT)  # fmt: skip
 
     acc, top, total = state
     # By row, then by share.
@@ -202,6 +202,7 @@ def decode(
         strided(mask), strided(logit_bias), strided(alibi_slopes), partial, tops, totals,
         M, N, scaling, softcap,
         **shared, BLOCK_M=block_m, BLOCK_N=tile.block_n, FORM=form, SCALE=scale,
+        WAIT=tile.wait,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     _combine[(B * H * M,)](

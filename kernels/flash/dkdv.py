@@ -12,13 +12,13 @@ from hf_sigmoid.kernels.flash.masked import listed, load_count, load_tile
 from hf_sigmoid.kernels.flash.recompute import (
     drop,
     load_exponents,
-    load_scale,
     logit_gradient,
     probability,
 )
 from hf_sigmoid.kernels.flash.tiles import (
     LOG2E,
     dot,
+    dot_of_weights,
     forgotten,
     head_ptr,
     key_range,
@@ -26,7 +26,6 @@ from hf_sigmoid.kernels.flash.tiles import (
     load_matrix,
     load_rows,
     logits,
-    shown_by,
     store_matrix,
     unit,
     visible,
@@ -85,7 +84,7 @@ def backward_dkdv(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr,
-    ACC: tl.constexpr, INDEX: tl.constexpr, RAGGED_STAGES: tl.constexpr,
+    ACC: tl.constexpr, INDEX: tl.constexpr, RAGGED_STAGES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program writes a [BLOCK_N, D] tile of dk and a [BLOCK_N, V] tile of dv of one key head.
 
@@ -114,7 +113,9 @@ def backward_dkdv(
     v_tile = load_matrix(head_ptr(v, b, g), v, n, local_n, cols < N, V, BLOCK_V)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], ACC)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_V], ACC)
-    scale = load_scale(scales, b, g)
+    scale = None
+    if scales is not None:
+        scale = tl.load(head_ptr(scales, b, g))
     for member in tl.range(0, members):
         h = g * (H // G) + part * members + member
         q_ptr = head_ptr(q, b, h)
@@ -157,7 +158,9 @@ def backward_dkdv(
                 dp = dot(v_tile, tl.trans(do_tile), None)
                 z, dcap = logits(s, bias, slope, b, h, rows[None, :], cols[:, None], M, N,
                                        scaling, softcap, HAS_SOFTCAP)  # fmt: skip
-                keep = shown_by(bias, z)
+                keep = None
+                if bias is not None:
+                    keep = z != -float("inf")
                 p = probability(z, factors[None, :], offsets[None, :], FUNCTION, FORM, SCALE)
                 if RAGGED:
                     keep = visible(lo[None, :], hi[None, :], mask, b, h, rows[None, :],
@@ -165,7 +168,8 @@ def backward_dkdv(
                 if keep is not None:
                     p = tl.where(keep, p, 0.0)
                 dropped, dp = drop(p, dp, dropout, seed, b, h, rows[None, :], cols[:, None])
-                dv_acc = dot(dropped.to(do.ptr.dtype.element_ty), do_tile, dv_acc)
+                dropped = dropped.to(do.ptr.dtype.element_ty)
+                dv_acc = dot_of_weights(dropped, do_tile, dv_acc, WAIT)
                 ds = logit_gradient(p, dp, deltas[None, :], scale, FUNCTION, SCALE) * dcap
                 if FUNCTION == "ssmax":
                     # By factors and not by c, which would be one more vector in registers.
@@ -173,7 +177,7 @@ def backward_dkdv(
                 if keep is not None:
                     # Not implied by p = 0: an unused key may hold NaN, and then dp does.
                     ds = tl.where(keep, ds, 0.0)
-                dk_acc = dot(ds.to(q.ptr.dtype.element_ty), q_tile, dk_acc)
+                dk_acc = dot_of_weights(ds.to(q.ptr.dtype.element_ty), q_tile, dk_acc, WAIT)
 
     if FUNCTION == "ssmax":
         scaling = scaling / (LOG2E * unit(bias, slopes, scaling, HAS_SOFTCAP))

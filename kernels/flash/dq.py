@@ -12,20 +12,19 @@ from hf_sigmoid.kernels.flash.masked import listed, load_count, load_tile
 from hf_sigmoid.kernels.flash.recompute import (
     drop,
     load_exponents,
-    load_scale,
     logit_gradient,
     probability,
 )
 from hf_sigmoid.kernels.flash.tiles import (
     distance,
     dot,
+    dot_of_weights,
     head_ptr,
     key_range,
     load_intervals,
     load_matrix,
     logits,
     row_ptrs,
-    shown_by,
     split_range,
     store_matrix,
     visible,
@@ -39,7 +38,7 @@ def backward_dq(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, ACC: tl.constexpr,
-    INDEX: tl.constexpr, RAGGED_STAGES: tl.constexpr,
+    INDEX: tl.constexpr, RAGGED_STAGES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program writes one [BLOCK_M, D] tile of dq of one head, and all sums over its keys."""
     # Without softcap and additions dc = q·dq/c, one product a row and nothing in the loop.
@@ -73,7 +72,9 @@ def backward_dq(
         row, lse, bias, slopes, b, h, rows, rows < M, scaling, M, H, FUNCTION, HAS_SOFTCAP, FORM, 0,
         ACC,
     )  # fmt: skip
-    scale = load_scale(scales, b, g)
+    scale = None
+    if scales is not None:
+        scale = tl.load(head_ptr(scales, b, g))
     deltas = tl.zeros([BLOCK_M], ACC)
     if FUNCTION == "ssmax":
         o_tile = load_matrix(head_ptr(o, b, h), o, tile * BLOCK_M, local_m, lo < hi, V, BLOCK_V)
@@ -110,7 +111,9 @@ def backward_dq(
             dp = dot(do_tile, tl.trans(v_tile), None)
             z, dcap = logits(s, bias, slope, b, h, rows[:, None], cols[None, :], M, N,
                                    scaling, softcap, HAS_SOFTCAP)  # fmt: skip
-            keep = shown_by(bias, z)
+            keep = None
+            if bias is not None:
+                keep = z != -float("inf")
             p = probability(z, factors[:, None], offsets[:, None], FUNCTION, FORM, 0)
             if RAGGED:
                 keep = visible(lo[:, None], hi[:, None], mask, b, h, rows[:, None], cols[None, :],
@@ -128,7 +131,8 @@ def backward_dq(
                 row_sums += tl.sum(dl * z, 1)
             if slopes is not None:
                 slope_sums += tl.sum(dl * distance(rows[:, None], cols[None, :], M, N), 1)
-            dq_acc = dot((dl * dcap).to(k.ptr.dtype.element_ty), k_tile, dq_acc)
+            ds = (dl * dcap).to(k.ptr.dtype.element_ty)
+            dq_acc = dot_of_weights(ds, k_tile, dq_acc, WAIT)
 
     if scale is not None:
         dq_acc = dq_acc / scale

@@ -18,6 +18,7 @@ from hf_sigmoid.kernels.flash.tiles import (
     constants,
     describe,
     dot,
+    dot_of_weights,
     forgotten,
     has_terms,
     head_ptr,
@@ -29,7 +30,6 @@ from hf_sigmoid.kernels.flash.tiles import (
     load_rows,
     logits,
     row_ptrs,
-    shown_by,
     sigmoid,
     sigmoid_factor,
     sigmoid_offset,
@@ -82,7 +82,9 @@ def weigh(
     cols = n + local_n
     z, _ = logits(s, bias, slope, b, h, rows[:, None], cols[None, :], M, N, scaling, softcap,
                   HAS_SOFTCAP)  # fmt: skip
-    keep = shown_by(bias, z)
+    keep = None
+    if bias is not None:
+        keep = z != -float("inf")
     if RAGGED:
         keep = visible(lo[:, None], hi[:, None], mask, b, h, rows[:, None], cols[None, :], keep)
     shrink = largest
@@ -123,7 +125,7 @@ def accumulate(
     state, s, n, shown, rows, lo, hi, factors, offsets, slope, v_ptr, v, mask, bias, place,
     dropout, seed, V: tl.constexpr, BLOCK_V: tl.constexpr, RAGGED: tl.constexpr,
     FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr,
-    STATISTICS: tl.constexpr,
+    STATISTICS: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Add the tile of keys at n, whose scores are s, to a tile of outputs and to `weigh`'s sums."""
     acc, largest, total = state
@@ -133,7 +135,8 @@ def accumulate(
     if FUNCTION == "ssmax":
         acc = acc * shrink[:, None]
     v_tile = load_matrix(v_ptr, v, n, place[0], shown, V, BLOCK_V)
-    return dot(p.to(v.ptr.dtype.element_ty), v_tile, acc), largest, total
+    acc = dot_of_weights(p.to(v.ptr.dtype.element_ty), v_tile, acc, WAIT)
+    return acc, largest, total
 
 
 @triton.jit
@@ -162,7 +165,7 @@ def _forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr,
     ACC: tl.constexpr, INDEX: tl.constexpr, DELAY: tl.constexpr, PACKED: tl.constexpr,
-    RAGGED_STAGES: tl.constexpr,
+    RAGGED_STAGES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program writes one [BLOCK_M, V] tile of the output of one head."""
     tiles = tl.cdiv(M, BLOCK_M)
@@ -242,7 +245,7 @@ def _forward(
             s = scores(q_tile, k_ptr, k, n, local_n, None, D, BLOCK_D)
             state = accumulate(state, s, n, None, rows, lo, hi, factors, offsets, slope, v_ptr,
                                v, mask, bias, place, dropout, seed, V, BLOCK_V, False, FUNCTION,
-                               HAS_SOFTCAP, FORM, SCALE, STATISTICS)  # fmt: skip
+                               HAS_SOFTCAP, FORM, SCALE, STATISTICS, WAIT)  # fmt: skip
         acc, largest, total = state
     # What is left around them. Rows and their intervals are computed again, not kept until here.
     rows = forgotten(tile, M) * BLOCK_M + local_m
@@ -259,7 +262,7 @@ def _forward(
         s = scores(q_tile, k_ptr, k, n, local_n, shown, D, BLOCK_D)
         state = accumulate(state, s, n, shown, rows, lo, hi, factors, offsets, slope, v_ptr, v,
                            mask, bias, place, dropout, seed, V, BLOCK_V, True, FUNCTION,
-                           HAS_SOFTCAP, FORM, SCALE, STATISTICS)  # fmt: skip
+                           HAS_SOFTCAP, FORM, SCALE, STATISTICS, WAIT)  # fmt: skip
 
     acc, largest, total = state
     if FUNCTION == "ssmax":
@@ -327,6 +330,6 @@ def prefill(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FORM=form,
         SCALE=tuning.scale(function, query.dtype, form),
         DELAY=tile.delay, PACKED=tile.packed,
-        RAGGED_STAGES=tile.ragged_stages if mask is None else tile.num_stages,
+        RAGGED_STAGES=tile.ragged_stages if mask is None else tile.num_stages, WAIT=tile.wait,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from hf_sigmoid.kernels.flash.tiles import (
     LOG2E,
-    head_ptr,
     kept,
     load_rows,
     sigmoid,
@@ -68,11 +67,3 @@ def drop(p, dp, dropout, seed, b, h, rows, cols):
     else:
         keep = kept(dropout, seed, b, h, rows, cols)
         return tl.where(keep, p, 0.0), tl.where(keep, dp * (1.0 / (1.0 - dropout)), 0.0)
-
-
-@triton.jit
-def load_scale(scales, b, g):
-    if scales is None:
-        return None
-    else:
-        return tl.load(head_ptr(scales, b, g))

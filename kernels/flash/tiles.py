@@ -262,7 +262,7 @@ def tanh(x):
 def logits(s, bias, slope, b, h, rows, cols, M, N, scaling, softcap, HAS_SOFTCAP: tl.constexpr):
     """z of raw scores s = q·k, in units of `unit`, and ∂z/∂(τs).
 
-    `slope` is None without ALiBi. z is −∞ where a bias of −∞ hides: see `shown_by`.
+    `slope` is None without ALiBi. z is −∞ where the bias hides, and there alone.
     """
     z = s
     dcap = 1.0
@@ -279,15 +279,6 @@ def logits(s, bias, slope, b, h, rows, cols, M, N, scaling, softcap, HAS_SOFTCAP
         added = tl.load(score_ptrs(bias, b, h, rows, cols), mask=inside, other=0.0)
         z += added.to(z.dtype)
     return z, dcap
-
-
-@triton.jit
-def shown_by(bias, z):
-    """The elements of a tile of logits that a bias does not hide; None without a bias."""
-    if bias is None:
-        return None
-    else:
-        return z != -float("inf")
 
 
 @triton.jit
@@ -387,3 +378,18 @@ def sigmoid(x, FORM: tl.constexpr, SCALE: tl.constexpr):
 def dot(a, b, acc):
     """a @ b + acc (None: 0), without tf32."""
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def dot_of_weights(a, b, acc, WAIT: tl.constexpr):
+    """`dot` with a left operand that was computed in registers.
+
+    On Hopper it runs while the program goes on, and an assembler before CUDA 13.3 may reuse those
+    registers before they are read. WAIT has the program wait for it: the result is used at once.
+    """
+    acc = dot(a, b, acc)
+    if WAIT:
+        acc = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [acc], dtype=acc.dtype, is_pure=True, pack=1
+        )
+    return acc

@@ -15,6 +15,7 @@ import torch
 import triton
 from packaging.version import Version
 from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 
 
@@ -25,7 +26,8 @@ class Tile(NamedTuple):
     tiles that need no mask (of the one loop that there is, where a call has a mask); stages of the
     loop over the few tiles at the edges; whether a tile's product with its values is delayed until
     the next one's activation can run under it, whether its weights wait for that packed, in the
-    inputs' 16 bits, or in 32, and whether the delayed loop reads by descriptors.
+    inputs' 16 bits, or in 32, and whether the delayed loop reads by descriptors; whether a product
+    of weights is waited for at once (`tiles.dot_of_weights`).
     """
 
     block_m: int
@@ -36,6 +38,7 @@ class Tile(NamedTuple):
     delay: bool = False
     packed: bool = False
     descriptors: bool = False
+    wait: bool = False
 
 
 # By kernel, or by kernel and function, and by the larger head dim, up to and including the key.
@@ -89,6 +92,9 @@ HOPPER = HALF | {
     ("dq", "terms"): HALF["dq"] | {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
     "dkdv": HALF["dkdv"] | {128: Tile(32, 128, 8, 2)},
 }
+# Until 3.9 Triton needs more registers there: 60 to 230 bytes spilled.
+if Version(triton.__version__) < Version("3.9"):
+    HOPPER["dkdv"] = HOPPER["dkdv"] | {128: Tile(16, 128, 8, 2)}
 # Accumulators lie in tensor memory, and pass through registers a few columns at a time.
 BLACKWELL = HALF | {
     "forward": HALF["forward"] | {64: Tile(128, 128, 8, 2), 128: Tile(128, 128, 8, 2)},
@@ -149,6 +155,8 @@ def tile(
     for name in names:
         for limit, sizes in table.get(name, {}).items():
             if dim <= limit:
+                if table is HOPPER and not keeps_registers():
+                    return sizes._replace(delay=False, packed=False, descriptors=False, wait=True)
                 return sizes
     raise ValueError(f"no tile for {kernel} with head dims of {dim}")
 
@@ -215,19 +223,27 @@ def scale(function: str, dtype: torch.dtype, form: str) -> int:
     return 60 if scaled else 0
 
 
-def warn_of_assembler() -> None:
-    """On Hopper, say that the assembler in Triton before 3.9 may corrupt results.
+@functools.cache
+def keeps_registers() -> bool:
+    """Does the assembler for Hopper keep the registers that an asynchronous product reads?
 
-    Its ptxas is older than 13.3 and can reuse the registers of a warp-group matrix product
-    before they are read (triton-lang/triton issue 11781); every attention kernel has some.
+    Before CUDA 13.3 it may use them again before they are read, and the product is wrong
+    (triton-lang/triton pull request 11781). Triton 3.9 has a later one; before it
+    TRITON_PTXAS_PATH can name one.
     """
+    return Version(get_ptxas(90).version) >= Version("13.3")
+
+
+def warn_of_assembler() -> None:
+    """On Hopper, say that an old assembler costs speed: its products are waited for at once."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return
-    if Version(triton.__version__) < Version("3.9") and "TRITON_PTXAS_PATH" not in os.environ:
+    if not keeps_registers():
         warnings.warn(
-            f"Triton {triton.__version__} assembles for Hopper with a ptxas that is known to "
-            "miscompile matrix products: install triton>=3.9, or set TRITON_PTXAS_PATH to a ptxas "
-            "of CUDA 13.3 or newer, and compare with backend='reference' before you trust a result",
+            f"Triton {triton.__version__} assembles for Hopper with ptxas {get_ptxas(90).version}, "
+            "which can corrupt asynchronous matrix products: the kernels wait for each of them. "
+            "For full speed install triton>=3.9, or set TRITON_PTXAS_PATH to a ptxas of CUDA 13.3 "
+            "or newer",
             stacklevel=2,
         )
 
