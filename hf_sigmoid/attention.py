@@ -147,8 +147,9 @@ def read(
     # No mask comes where it would hide nothing, and where a model leaves the rule to a flag.
     # Without the flag it hides nothing, as in the eager functions of models that lack it (mllama).
     is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    if attention_mask is not None and masks.is_intervals(attention_mask):
-        attention_mask = attention_mask.expand(-1, -1, M, -1)  # lightglue asks for one row for all
+    is_one_row = attention_mask is not None and attention_mask.shape[2] != M
+    if is_one_row and masks.is_intervals(attention_mask):  # lightglue asks for one row for all
+        attention_mask = attention_mask.expand(-1, -1, M, -1)
     if cu_seq_lens_q is not None:
         if isinstance(cu_seq_lens_k, dict):
             cu_seq_lens_k = _of_layer(cu_seq_lens_k, module, function)
@@ -163,7 +164,7 @@ def read(
         kept = torch.zeros(query.shape[0], 1, M, N, dtype=torch.bool, device=device)
         kept = kept.scatter(-1, indices.long().unsqueeze(1), True)
         attention_mask = masks.keep(attention_mask, kept, is_causal)
-    visible, is_causal, logit_bias, count = masks.visible_keys(
+    visible, is_causal, logit_bias, log_n = masks.visible_keys(
         attention_mask, M, N, is_causal, device
     )
     if position_bias is not None:
@@ -173,7 +174,7 @@ def read(
         "scaling": scaling, "visible": visible, "is_causal": is_causal, "softcap": softcap,
         "logit_bias": logit_bias, "dropout": dropout,
     }  # fmt: skip
-    return Call(query, key, value, options, torch.log(count.clamp(min=1)), sinks)
+    return Call(query, key, value, options, log_n, sinks)
 
 
 def _of_layer(lengths: dict[str, Tensor], module: nn.Module, function: str) -> Tensor:

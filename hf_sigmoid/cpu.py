@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hf_sigmoid import ops
+from hf_sigmoid import compiled, ops
 
 # Weights a tile holds: 2 MiB in float32, so that they stay in the cores' caches between the two
 # matrix products, and are worth the threads' waiting for each other.
@@ -324,4 +324,17 @@ class _Block:
         return x
 
 
-attention = ops.define("blocked", forward, backward)
+def inference(query, key, value, row, intervals, mask, logit_bias, alibi_slopes, sinks,
+              function, scaling, softcap, dropout, seed, statistics):  # fmt: skip
+    """`forward`, by the compiled function where it serves."""
+    terms = (mask, logit_bias, alibi_slopes, sinks)
+    usual = all(term is None for term in terms) and not softcap and not dropout and not statistics
+    if not usual or not compiled.serves(query, key, value):
+        return forward(query, key, value, row, intervals, *terms, function, scaling, softcap,
+                       dropout, seed, statistics)  # fmt: skip
+    output, nothing = ops.empty_output(query, value), row.new_empty(0)
+    compiled.forward(query, key, value, row, intervals, function, scaling, output)
+    return output, nothing, nothing, nothing
+
+
+attention = ops.define("blocked", forward, backward, inference)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hf_sigmoid import arguments, cpu, reference
+from hf_sigmoid import arguments, compiled, cpu, ops, reference
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -80,7 +80,8 @@ def sigmoid_attention(
         `[B, H, M, V]` in query's dtype. A query that sees no key gets zeros.
 
     Raises:
-        ValueError: an argument is wrong, or the backend asked for cannot serve it.
+        ValueError: an argument is wrong, or the backend asked for cannot serve it. Values are
+            looked at on a CPU only: elsewhere a bias that is not finite acts as its limit.
     """
     return _attention(
         "sigmoid", query, key, value, scaling, bias, visible, is_causal, softcap, alibi_slopes,
@@ -156,21 +157,34 @@ def _attention(function, query, key, value, scaling, row, visible, is_causal, so
             **extra,
         )[0]  # fmt: skip
 
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     if not isinstance(row, Tensor):
         row = torch.full((), float(row), dtype=dtype, device=query.device)
     row = row.to(dtype).expand(B, H, M)
     unusual = (softcap, alibi_slopes, logit_bias, sinks)
     plain = all(argument is None for argument in unusual)
     plain = plain and not return_log_sum_exp and not return_statistics
-    if backend == "torch" and function == "ssmax" and plain:
+    if (
+        backend == "torch"
+        and function == "ssmax"
+        and plain
+        and not _is_compiled(query, key, value, row, visible, dropout)
+    ):
         visible, is_causal = _simplest(visible, is_causal, M, N)
         small = visible is not None and B * M * N <= DENSE_MASK_ELEMENTS
         if small or (visible is None and (not is_causal or M == N or M == 1)):
             with torch.autocast(query.device.type, enabled=False):  # it would round c q again
                 return _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout)
 
-    intervals, mask = _intervals(visible, B, M, N, is_causal, query.device)
+    if (
+        backend == "triton"
+        and visible is not None
+        and visible.dtype == torch.int32
+        and not is_causal
+    ):
+        intervals, mask = visible.view(B, M, 2), None  # the kernels cut them to [0, N] themselves
+    else:
+        intervals, mask = _intervals(visible, B, M, N, is_causal, query.device)
     if logit_bias is not None:
         if logit_bias.dtype.itemsize > dtype.itemsize:
             logit_bias = logit_bias.to(dtype)
@@ -254,6 +268,19 @@ def _scaled_softmax(query, key, value, scaling, row, visible, is_causal, dropout
         query, key, value, attn_mask=shown | empty, dropout_p=dropout, scale=scaling
     )
     return output.masked_fill(empty, 0.0).to(dtype)
+
+
+def _is_compiled(query, key, value, row, visible, dropout) -> bool:
+    """Does the compiled function serve ssmax faster than PyTorch's softmax, which would have to
+    compute in float32? In bfloat16, and where it is no softmax."""
+    return (
+        query.dtype == torch.bfloat16
+        and not dropout
+        and (visible is None or visible.dtype == torch.int32)
+        and ops.is_unrecorded(query, key, value, row)
+        and not _is_constant_one(row)
+        and compiled.serves(query, key, value)
+    )
 
 
 def _is_constant_one(row: Tensor) -> bool:

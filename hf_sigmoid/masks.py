@@ -22,6 +22,9 @@ from hf_sigmoid.context_parallel import layout as context
 # GPU would spend its time launching such small blocks.
 BLOCK_ELEMENTS = {"cpu": 1 << 20, "other": 1 << 28}
 
+# What row intervals keep their log n under.
+LOG_N = "_hf_sigmoid_log_n"
+
 # Families that compute with the mask themselves, so they need it as transformers makes it.
 DENSE = {
     "axk2", "bigbird_pegasus", "deepseek_v32", "doge", "dots3_note", "glm_moe_dsa", "hy_v4",
@@ -194,27 +197,50 @@ def visible_keys(mask: Tensor | None, M: int, N: int, is_causal: bool, device: t
     """The attention mask that a model hands over, as arguments of the two verbs.
 
     Returns:
-        `visible` (or None), `is_causal`, `logit_bias` (or None), and the number of keys that each
-        query sees, float32, broadcastable to [B, H, M].
+        `visible` (or None), `is_causal`, `logit_bias` (or None), and log n of the n keys that each
+        query sees (0 of none), float32, broadcastable to [B, H, M].
     """
     if mask is None:
         if not is_causal or M == 1:
-            return None, False, None, torch.full((1, 1, M), N, dtype=torch.float32, device=device)
+            count = torch.full((1, 1, M), N, dtype=torch.float32, device=device)
+            return None, False, None, _log(count)
         count = torch.arange(1, M + 1, device=device, dtype=torch.float32) + (N - M)
-        return None, True, None, count.clamp(min=0).view(1, 1, M)
+        return None, True, None, _log(count.view(1, 1, M))
     if is_intervals(mask):
-        lo, hi = mask.unbind(-1)
-        return mask, False, None, (hi - lo).float()
+        return mask, False, None, _log_n(mask)
     mask = mask[..., :N]
     if mask.dtype == torch.bool:
-        return mask, False, None, mask.sum(-1).float()
+        return mask, False, None, _log(mask.sum(-1))
     if not mask.is_floating_point():
         raise ValueError(
             f"an attention mask must be bool or float, got {mask.dtype} {list(mask.shape)}"
         )
     # An additive mask: its most negative entries hide, the others are added to the logits.
     shown = mask > HIDDEN
-    return shown, False, torch.where(shown, mask, 0.0), shown.sum(-1).float()
+    return shown, False, torch.where(shown, mask, 0.0), _log(shown.sum(-1))
+
+
+def _log(count: Tensor) -> Tensor:
+    return count.float().clamp(min=1).log()
+
+
+def _log_n(intervals: Tensor) -> Tensor:
+    """log n of row intervals, once for all layers that share them: they keep it until written to.
+
+    Not in a CUDA graph, whose replays read other intervals from the same memory.
+    """
+    lo, hi = intervals.unbind(-1)
+    if (
+        torch.compiler.is_compiling()
+        or intervals.is_inference()
+        or (intervals.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return _log(hi - lo)
+    version, log_n = getattr(intervals, LOG_N, (None, None))
+    if version != intervals._version:
+        log_n = _log(hi - lo)
+        setattr(intervals, LOG_N, (intervals._version, log_n))
+    return log_n
 
 
 def _sees_all(attention_mask: Tensor | None, length: int) -> bool:

@@ -32,7 +32,9 @@ INPUTS = (
 )
 
 
-def define(name: str, forward: Callable, backward: Callable) -> Callable:
+def define(
+    name: str, forward: Callable, backward: Callable, inference: Callable | None = None
+) -> Callable:
     """Register `hf_sigmoid::{name}_forward` and `_backward`; return the differentiable forward.
 
     forward(query … seed, statistics)
@@ -46,6 +48,7 @@ def define(name: str, forward: Callable, backward: Callable) -> Callable:
         alibi_slopes [B, H], sinks [H], each contiguous; empty where the input is None or is not
         wanted.
         For sigmoid `output` is empty: the backward pass does not need it.
+    inference: takes the place of `forward` in calls that record nothing; may be faster.
     """
     forward_op = torch.library.custom_op(
         f"hf_sigmoid::{name}_forward",
@@ -109,7 +112,30 @@ def define(name: str, forward: Callable, backward: Callable) -> Callable:
         )
 
     forward_op.register_autograd(differentiate, setup_context=setup_context)
-    return forward_op
+
+    def attention(*args):
+        # What torch.library adds would cost as much as the rest of a decoding step.
+        if is_unrecorded(*args[:9]):
+            with torch.no_grad():
+                return (inference or forward)(*args)
+        return forward_op(*args)
+
+    return attention
+
+
+def is_unrecorded(*tensors: Tensor | None) -> bool:
+    """Is a call of these tensors neither differentiated nor traced?"""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return all(map(_is_plain, tensors))
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    """Is it a tensor with memory of its own that needs no gradient, or None?"""
+    if tensor is None:
+        return True
+    is_tensor = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
+    return is_tensor and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def empty_output(query: Tensor, value: Tensor) -> Tensor:

@@ -66,19 +66,23 @@ class LogLength(nn.Module):
         """
         if self.anchor is not None:
             log_n = (log_n - math.log(self.anchor)).clamp(min=0)
-        row = (
-            self._read("offset", query).view(1, -1, 1)
-            + self._read("slope", query).view(1, -1, 1) * log_n
-        )
+        offset, slope = self._read("offset", query), self._read("slope", query)
+        if isinstance(offset, Tensor) and isinstance(slope, Tensor):
+            row = torch.addcmul(offset, slope, log_n)
+        else:
+            row = offset + slope * log_n
         if self.query is not None:
             row = row + torch.einsum("bhmd,hd->bhm", query.float(), _local(self.query).float())
         return row
 
-    def _read(self, name: str, query: Tensor) -> Tensor:
-        parameter = getattr(self, name)
+    def _read(self, name: str, query: Tensor) -> Tensor | float:
+        """One number for all heads, or one a head: [1, H, 1], float32."""
+        parameter, value = getattr(self, name), self.values[name]
         if parameter is not None:
-            return _local(parameter).float()
-        return torch.as_tensor(self.values[name], dtype=torch.float32, device=query.device)
+            return _local(parameter).float().view(1, -1, 1)
+        if isinstance(value, (int, float)):
+            return float(value)
+        return torch.as_tensor(value, dtype=torch.float32, device=query.device).view(1, -1, 1)
 
     def extra_repr(self) -> str:
         return f"function={self.function!r}, heads={self.heads}"
@@ -222,8 +226,8 @@ def _value(value: float | list[float], heads: int, parameter: Tensor) -> Tensor:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """A fresh local tensor, also where tensor parallelism or FSDP2 made it a DTensor."""
-    return (parameter.to_local() if hasattr(parameter, "to_local") else parameter) * 1.0
+    """A local tensor, also where tensor parallelism or FSDP2 made it a DTensor."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def divided_like(whole: Tensor, parameter: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ class Problem:
     options: dict = field(default_factory=dict)
     direction: Tensor = None  # what the output is multiplied with to get a scalar
 
-    def solve(self, call, dtype: torch.dtype, device="cpu", **options) -> dict[str, Tensor]:
+    def solve(
+        self, call, dtype: torch.dtype, device="cpu", gradients=True, **options
+    ) -> dict[str, Tensor]:
         """Output and gradients of `call` in `dtype` on `device`, as float64 on the CPU."""
         leaves = {}
         for name, tensor in self.tensors.items():
@@ -41,13 +43,15 @@ class Problem:
                 else torch.promote_types(dtype, torch.float32)
             )
             rounded = tensor.to(self.dtype if name in ("query", "key", "value") else kind)
-            leaves[name] = rounded.to(kind).clone().to(device).requires_grad_()
+            leaves[name] = rounded.to(kind).clone().to(device).requires_grad_(gradients)
         given = {
             name: option.to(device) if isinstance(option, Tensor) else option
             for name, option in self.options.items()
         }
         output = call(**leaves, **given, **options)
         output = output[0] if isinstance(output, tuple) else output
+        if not gradients:
+            return {"output": output.double().cpu()}
         (output.double() * self.direction.to(device)).sum().backward()
         results = {f"d{name}": leaf.grad.double().cpu() for name, leaf in leaves.items()}
         return {"output": output.detach().double().cpu(), **results}
@@ -59,12 +63,12 @@ def check(problem: Problem, backend: str, **options) -> None:
     check_call(problem, verb, backend=backend, **options)
 
 
-def check_call(problem: Problem, call, **options) -> None:
+def check_call(problem: Problem, call, gradients=True, **options) -> None:
     """Assert that `call` solves the problem within the budget."""
     plain = getattr(reference, f"{problem.function}_attention")
-    exact = problem.solve(plain, torch.float64)
-    yardstick = problem.solve(plain, problem.dtype)
-    given = problem.solve(call, problem.dtype, **options)
+    exact = problem.solve(plain, torch.float64, gradients=gradients)
+    yardstick = problem.solve(plain, problem.dtype, gradients=gradients)
+    given = problem.solve(call, problem.dtype, gradients=gradients, **options)
     bounds, first_order = magnitudes(problem, amplified=False), magnitudes(problem, amplified=True)
     eps, eps_of_sums = (
         torch.finfo(dtype).eps

@@ -23,6 +23,7 @@ from hf_sigmoid.kernels.flash import tuning
 from hf_sigmoid.kernels.flash.dbias import backward_dbias
 from hf_sigmoid.kernels.flash.dkdv import backward_dkdv, query_ranges
 from hf_sigmoid.kernels.flash.dq import backward_dq
+from hf_sigmoid.kernels.flash.launch import launch
 from hf_sigmoid.kernels.flash.masked import tile_lists
 from hf_sigmoid.kernels.flash.tiles import constants, has_terms, strided
 
@@ -86,7 +87,7 @@ def backward(
     tile = tuning.tile("dq", function, query.dtype, max(D, V), terms=with_terms)
     programs = triton.cdiv(M, tile.block_m) * B * H
     if programs:
-        backward_dq[(programs,)](
+        launch(backward_dq, (programs,),
             *inputs, tile_lists(mask, intervals, N, tile, of_keys=False), *terms,
             strided(output) if is_ssmax else None, lse, strided(grad_output),
             strided(dq), drow, dslope, delta, scales, M, N, *numbers,
@@ -105,7 +106,7 @@ def backward(
     if mask is None:
         ranges = intervals.new_empty(B, 4, query_tiles)
         if B * query_tiles:
-            query_ranges[(query_tiles * B,)](intervals, ranges, M, N, BLOCK_M=tile.block_m)
+            launch(query_ranges, (query_tiles * B,), intervals, ranges, M, N, BLOCK_M=tile.block_m)
     else:
         lists = tile_lists(mask, intervals, N, tile, of_keys=True)
     programs = triton.cdiv(N, tile.block_n) * B * G
@@ -115,7 +116,7 @@ def backward(
     dv = value.new_empty(parts * B, G, N, V, dtype=dtype)
     if programs:
         # After dq, as above.
-        backward_dkdv[(programs * parts,)](
+        launch(backward_dkdv, (programs * parts,),
             *inputs, lists, *terms,
             lse, strided(grad_output), strided(dk), strided(dv), delta, ranges, scales,
             M, N, B, H // G // parts, *numbers,
@@ -148,7 +149,7 @@ def _gradient_of_bias(shape, logit_bias, inputs, terms, lse, grad_output, delta,
     whole = logit_bias.new_empty(batches, heads, M, N, dtype=dtype)
     programs = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n) * batches * heads
     if programs:
-        backward_dbias[(programs,)](
+        launch(backward_dbias, (programs,),
             *inputs, *terms, lse, strided(grad_output), delta, strided(whole), M, N, B, *numbers,
             **shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             ONE_BATCH=batches < B, ONE_HEAD=heads < H,

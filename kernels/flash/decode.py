@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_sigmoid.kernels.flash import tuning
 from hf_sigmoid.kernels.flash.forward import accumulate, normalize, scores
+from hf_sigmoid.kernels.flash.launch import launch
 from hf_sigmoid.kernels.flash.tiles import (
     LN2,
     LOG2E,
@@ -197,7 +198,7 @@ def decode(
     shared = constants(query, key, value, function, softcap)
     form = tuning.form(query.dtype)
     scale = tuning.scale(function, query.dtype, form)
-    _decode[(programs, splits)](
+    launch(_decode, (programs, splits),
         strided(query), strided(key), strided(value), row, intervals,
         strided(mask), strided(logit_bias), strided(alibi_slopes), partial, tops, totals,
         M, N, scaling, softcap,
@@ -205,7 +206,7 @@ def decode(
         WAIT=tile.wait,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    _combine[(B * H * M,)](
+    launch(_combine, (B * H * M,),
         partial, tops, totals, strided(sinks), strided(output),
         log_sum_exp if function == "ssmax" else None, max_logit, weight_sum, M, splits,
         H=H, V=V, BLOCK_V=shared["BLOCK_V"], MOST_SPLITS=tuning.MOST_SPLITS,

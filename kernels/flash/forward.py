@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_sigmoid.kernels.flash import tuning
+from hf_sigmoid.kernels.flash.launch import launch
 from hf_sigmoid.kernels.flash.masked import listed, load_count, load_tile, tile_lists
 from hf_sigmoid.kernels.flash.tiles import (
     LN2,
@@ -320,7 +321,7 @@ def prefill(
     if tile.descriptors and tile.block_n <= N:
         keys = describe(key, [1, 1, tile.block_n, D])
         values = describe(value, [1, 1, tile.block_n, V])
-    _forward[(triton.cdiv(M, tile.block_m) * B * H,)](
+    launch(_forward, (triton.cdiv(M, tile.block_m) * B * H,),
         strided(query), strided(key), strided(value), keys, values, row, intervals,
         strided(mask), tile_lists(mask, intervals, N, tile, of_keys=False),
         strided(logit_bias), strided(alibi_slopes), strided(sinks),

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_sigmoid.kernels.flash.launch import launch
 from hf_sigmoid.kernels.flash.tiles import Strided, head_ptr, load_intervals, strided, visible
 
 
@@ -78,7 +79,7 @@ def tile_lists(
     tiles, others = shape[::-1] if of_keys else shape
     lists = torch.empty(B, heads, tiles, others + 2, dtype=torch.int32, device=mask.device)
     if lists.numel():
-        _list_tiles[(B * heads * tiles,)](
+        launch(_list_tiles, (B * heads * tiles,),
             strided(mask), intervals, strided(lists), M, N,
             HEADS=heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, OF_KEYS=of_keys,
         )  # fmt: skip
