@@ -5,6 +5,7 @@ those of one process with whole rows, each divided by its tensor's largest value
 """
 
 import json
+import math
 import os
 from functools import partial
 
@@ -131,8 +132,8 @@ def local_lengths(function):
     original = masks.visible_keys
 
     def visible_keys(mask, M, *rest):
-        *found, count = original(mask, M, *rest)
-        return *found, count.clamp(max=M)
+        *found, log_n = original(mask, M, *rest)
+        return *found, log_n.clamp(max=math.log(M))
 
     model = tiny_models.converted("llama", function)
     expected = alone(model, PACKED)

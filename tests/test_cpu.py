@@ -105,7 +105,7 @@ def test_operator_has_a_right_schema_fake_and_autograd(function):
         t["query"], t["key"], t["value"], row, intervals, mask,
         t["logit_bias"].expand(B, H, M, N), slopes, None, function, 0.5, 3.0, 0.0, 0, True,
     )  # fmt: skip
-    torch.library.opcheck(cpu.attention, arguments)
+    torch.library.opcheck(torch.ops.hf_sigmoid.blocked_forward.default, arguments)
 
 
 @pytest.mark.parametrize("function", ["sigmoid", "ssmax"])

@@ -267,14 +267,15 @@ def test_a_backend_that_counts_keys_wrongly_fails_a_check(attn, bug, monkeypatch
     honest = hf_sigmoid.masks.visible_keys
 
     def wrong(mask, M, N, *rest):
-        visible, is_causal, bias, count = honest(mask, M, N, *rest)
+        visible, is_causal, bias, log_n = honest(mask, M, N, *rest)
+        count = log_n.exp()
         if bug == "cache":
             count = (count - (N - M)).clamp(min=1)
         if bug == "padding" and mask is not None:
             count = torch.arange(1, N + 1)[-M:].expand_as(count).to(count)
         if bug == "batch" and len(count) > 1:
             count = count + 50
-        return visible, is_causal, bias, count
+        return visible, is_causal, bias, count.log()
 
     monkeypatch.setattr(hf_sigmoid.masks, "visible_keys", wrong)
     found = check(made, probe, other)

@@ -94,8 +94,8 @@ def test_intervals_are_transformers_own_mask(arguments, elements):
     contiguous = bool(((last - first == count) | (count == 0)).all())
     assert masks.is_intervals(mask) == contiguous
     assert torch.equal(dense(mask, N) if contiguous else mask.expand_as(expected), expected)
-    *_, n = masks.visible_keys(mask, arguments["q_length"], N, True, torch.device("cpu"))
-    assert torch.equal(n.expand(count.shape), count.float())
+    *_, log_n = masks.visible_keys(mask, arguments["q_length"], N, True, torch.device("cpu"))
+    assert torch.equal(log_n.expand(count.shape), count.float().clamp(min=1).log())
 
 
 @given(
@@ -122,13 +122,14 @@ def test_any_mask_at_all_is_expressed_or_takes_the_dense_path(table, skip, famil
         B, M, N, mask_function=lambda b, h, q, k: table[b, q, k], config=config,
         allow_is_bidirectional_skip=skip and bool(table.all()),
     )  # fmt: skip
-    visible, is_causal, bias, count = masks.visible_keys(mask, M, N, False, torch.device("cpu"))
+    visible, is_causal, bias, log_n = masks.visible_keys(mask, M, N, False, torch.device("cpu"))
     assert not is_causal and (bias is None or not bias.any())
     seen = torch.ones(B, 1, M, N, dtype=torch.bool)
     if visible is not None:
         seen = dense(visible, N) if masks.is_intervals(visible) else visible
     assert torch.equal(seen.expand(B, 1, M, N)[:, 0], table)
-    assert torch.equal(count.expand(B, 1, M)[:, 0], table.sum(-1).float())
+    expected = table.sum(-1).float().clamp(min=1).log()
+    assert torch.equal(log_n.expand(B, 1, M)[:, 0], expected)
 
 
 def test_a_mask_is_left_out_only_where_nothing_is_hidden_and_the_model_allows_it():
@@ -226,8 +227,8 @@ def test_compiled_masks_with_holes_are_an_error_and_not_a_wrong_answer():
 def test_whatever_number_hides_a_key_it_is_not_counted(hidden, dtype):
     """Some models write −10000 for the lowest number; bfloat16 makes −9984 of it."""
     mask = torch.tensor([[[[0.0, 1.5, hidden]]]]).to(dtype)
-    visible, _, bias, count = masks.visible_keys(mask, 1, 3, False, torch.device("cpu"))
-    assert visible.tolist() == [[[[True, True, False]]]] and count.item() == 2
+    visible, _, bias, log_n = masks.visible_keys(mask, 1, 3, False, torch.device("cpu"))
+    assert visible.tolist() == [[[[True, True, False]]]] and log_n.exp().item() == 2
     assert bias.tolist() == [[[[0.0, 1.5, 0.0]]]]
 
 
@@ -261,3 +262,20 @@ def test_no_mask_and_no_flag_hides_nothing():
     ours, _ = registration.attention("ssmax", torch.nn.Module(), q, k, v, None)
     right, _ = reference.ssmax_attention(q, k, v)
     torch.testing.assert_close(ours, right.transpose(1, 2))
+
+
+def test_log_n_is_made_once_for_layers_that_share_intervals_and_anew_when_they_change():
+    mask = torch.tensor([[[[0, 3], [1, 5]]]], dtype=torch.int32)
+
+    def log_n():
+        return masks.visible_keys(mask, 2, 5, True, torch.device("cpu"))[-1]
+
+    first = log_n()
+    assert log_n() is first
+    mask[0, 0, 0, 1] = 1
+    torch.testing.assert_close(log_n().exp(), torch.tensor([[[1.0, 4.0]]]))
+    with torch.inference_mode():  # its tensors do not tell that they were written to
+        mask = mask.clone()
+        log_n()
+        mask[0, 0, 0, 1] = 2
+        torch.testing.assert_close(log_n().exp(), torch.tensor([[[2.0, 4.0]]]))
