@@ -25,7 +25,13 @@ from hf_sigmoid.kernels.flash.dkdv import backward_dkdv, query_ranges
 from hf_sigmoid.kernels.flash.dq import backward_dq
 from hf_sigmoid.kernels.flash.launch import launch
 from hf_sigmoid.kernels.flash.masked import tile_lists
-from hf_sigmoid.kernels.flash.tiles import constants, has_terms, strided
+from hf_sigmoid.kernels.flash.tiles import (
+    constants,
+    describe,
+    has_terms,
+    is_describable,
+    strided,
+)
 
 
 def gradient_scale(grad_output: Tensor, value: Tensor, dropout: float) -> Tensor:
@@ -77,7 +83,8 @@ def backward(
     if is_half and query.numel() and value.numel():
         scales = strided(gradient_scale(grad_output, value, dropout))
 
-    inputs = (strided(query), strided(key), strided(value), row, intervals, strided(mask))
+    tensors = (strided(query), strided(key), strided(value))
+    inputs = (row, intervals, strided(mask))
     terms = (strided(logit_bias), strided(alibi_slopes))
     lse = log_sum_exp if is_ssmax else None
     numbers = (scaling, softcap, dropout or None, seed if dropout else None)
@@ -88,7 +95,7 @@ def backward(
     programs = triton.cdiv(M, tile.block_m) * B * H
     if programs:
         launch(backward_dq, (programs,),
-            *inputs, tile_lists(mask, intervals, N, tile, of_keys=False), *terms,
+            *tensors, *inputs, tile_lists(mask, intervals, N, tile, of_keys=False), *terms,
             strided(output) if is_ssmax else None, lse, strided(grad_output),
             strided(dq), drow, dslope, delta, scales, M, N, *numbers,
             **shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
@@ -97,10 +104,16 @@ def backward(
         )  # fmt: skip
     if dbias is not None:
         # After dq: it reads the delta that the dq kernel has written.
-        dbias = _gradient_of_bias(dbias, logit_bias, inputs, terms, lse, grad_output, delta,
-                                  numbers, shared, tile)  # fmt: skip
+        dbias = _gradient_of_bias(dbias, logit_bias, (*tensors, *inputs), terms, lse, grad_output,
+                                  delta, numbers, shared, tile)  # fmt: skip
 
-    tile = tuning.tile("dkdv", function, query.dtype, max(D, V), terms=with_terms)
+    described = not with_terms and (shared["BLOCK_D"], shared["BLOCK_V"]) == (D, V)
+    described = described and is_describable(query) and is_describable(grad_output)
+    tile = tuning.tile("dkdv", function, query.dtype, max(D, V), described, with_terms)
+    queries = gradients = None
+    if tile.descriptors and tile.block_m <= M:
+        queries = describe(query, [1, 1, tile.block_m, D])
+        gradients = describe(grad_output, [1, 1, tile.block_m, V])
     query_tiles = triton.cdiv(M, tile.block_m)
     ranges = lists = None
     if mask is None:
@@ -117,7 +130,7 @@ def backward(
     if programs:
         # After dq, as above.
         launch(backward_dkdv, (programs * parts,),
-            *inputs, lists, *terms,
+            *tensors, queries, gradients, *inputs, lists, *terms,
             lse, strided(grad_output), strided(dk), strided(dv), delta, ranges, scales,
             M, N, B, H // G // parts, *numbers,
             **shared, SCALE=tuning.HALF_SCALE if is_half else 0,

@@ -22,6 +22,7 @@ from hf_sigmoid.kernels.flash.tiles import (
     forgotten,
     head_ptr,
     key_range,
+    load_full,
     load_intervals,
     load_matrix,
     load_rows,
@@ -79,7 +80,8 @@ def query_range(ranges, b, n, tiles, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr)
 
 @triton.jit(do_not_specialize=["M", "N", "seed", "B", "members"])
 def backward_dkdv(
-    q, k, v, row, intervals, mask, lists, bias, slopes, lse, do, dk, dv, delta, ranges, scales,
+    q, k, v, queries, gradients, row, intervals, mask, lists, bias, slopes, lse, do, dk, dv, delta,
+    ranges, scales,
     M, N, B, members, scaling, softcap, dropout, seed,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -152,9 +154,16 @@ def backward_dkdv(
                     deltas = load_rows(delta, b, h, rows, shown, H, M)
                     if scale is not None:
                         deltas = deltas * scale
-                q_tile = load_matrix(q_ptr, q, m, local_m, shown, D, BLOCK_D)
+                if RAGGED:
+                    q_tile = load_matrix(q_ptr, q, m, local_m, shown, D, BLOCK_D)
+                else:
+                    q_tile = load_full(q_ptr, q, queries, b, h, m, local_m, M, None, D, BLOCK_D)
                 s = dot(k_tile, tl.trans(q_tile), None)
-                do_tile = load_matrix(do_ptr, do, m, local_m, shown, V, BLOCK_V)
+                if RAGGED:
+                    do_tile = load_matrix(do_ptr, do, m, local_m, shown, V, BLOCK_V)
+                else:
+                    do_tile = load_full(do_ptr, do, gradients, b, h, m, local_m, M, None, V,
+                                        BLOCK_V)  # fmt: skip
                 dp = dot(v_tile, tl.trans(do_tile), None)
                 z, dcap = logits(s, bias, slope, b, h, rows[None, :], cols[:, None], M, N,
                                        scaling, softcap, HAS_SOFTCAP)  # fmt: skip

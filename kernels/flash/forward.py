@@ -26,6 +26,7 @@ from hf_sigmoid.kernels.flash.tiles import (
     is_describable,
     kept,
     key_range,
+    load_full,
     load_intervals,
     load_matrix,
     load_rows,
@@ -47,23 +48,6 @@ def scores(q_tile, k_ptr, k, n, local_n, shown, D: tl.constexpr, BLOCK_D: tl.con
     """q·k of a tile of keys."""
     k_tile = load_matrix(k_ptr, k, n, local_n, shown, D, BLOCK_D)
     return dot(q_tile, tl.trans(k_tile), None)
-
-
-@triton.jit
-def load_full(
-    ptr, x, described, b, g, n, local_n, N, there, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """A tile of keys or values that are all visible, by its tensor's descriptor if it has one.
-
-    Zeros unless `there` (None: it is).
-    """
-    if described is None:
-        shown = None if there is None else tl.where(there, local_n, -1) >= 0
-        return load_matrix(ptr, x, n, local_n, shown, SIZE, BLOCK)
-    else:
-        # Beyond the last key a descriptor reads zeros.
-        at = n if there is None else tl.where(there, n, N)
-        return tl.reshape(described.load([b, g, at.to(tl.int32), 0]), [local_n.shape[0], BLOCK])
 
 
 @triton.jit

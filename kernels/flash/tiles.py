@@ -131,6 +131,23 @@ def load_matrix(ptr, x, start, local, shown, SIZE: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def load_full(
+    ptr, x, described, b, g, n, local_n, N, there, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A tile of rows that all take part, by its tensor's descriptor if it has one.
+
+    Zeros unless `there` (None: it is).
+    """
+    if described is None:
+        shown = None if there is None else tl.where(there, local_n, -1) >= 0
+        return load_matrix(ptr, x, n, local_n, shown, SIZE, BLOCK)
+    else:
+        # Beyond the last key a descriptor reads zeros.
+        at = n if there is None else tl.where(there, n, N)
+        return tl.reshape(described.load([b, g, at.to(tl.int32), 0]), [local_n.shape[0], BLOCK])
+
+
+@triton.jit
 def store_matrix(ptr, x, rows, tile, size, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Write the rows below `size` and the dims below SIZE of a tile, in the tensor's dtype."""
     dims = tl.arange(0, BLOCK)
