@@ -76,7 +76,7 @@ def backward_dbias(
                 keep = z != -float("inf")
             p = probability(z, factors[:, None], offsets[:, None], FUNCTION, FORM, 0)
             keep = visible(lo[:, None], hi[:, None], mask, b, h, rows[:, None], cols[None, :], keep)
-            _, dp = drop(p, dp, dropout, seed, b, h, rows[:, None], cols[None, :])
+            _, dp = drop(p, dp, dropout, seed, b, h, rows, n, False)
             dz = logit_gradient(p, dp, deltas[:, None], None, FUNCTION, 0)
             if FUNCTION == "ssmax":
                 dz = dz * numbers[:, None]

@@ -176,7 +176,7 @@ def backward_dkdv(
                                    cols[:, None], keep)  # fmt: skip
                 if keep is not None:
                     p = tl.where(keep, p, 0.0)
-                dropped, dp = drop(p, dp, dropout, seed, b, h, rows[None, :], cols[:, None])
+                dropped, dp = drop(p, dp, dropout, seed, b, h, rows, n, True)
                 dropped = dropped.to(do.ptr.dtype.element_ty)
                 dv_acc = dot_of_weights(dropped, do_tile, dv_acc, WAIT)
                 ds = logit_gradient(p, dp, deltas[None, :], scale, FUNCTION, SCALE) * dcap

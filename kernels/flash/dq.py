@@ -120,7 +120,7 @@ def backward_dq(
                                keep)  # fmt: skip
             if keep is not None:
                 p = tl.where(keep, p, 0.0)
-            _, dp = drop(p, dp, dropout, seed, b, h, rows[:, None], cols[None, :])
+            _, dp = drop(p, dp, dropout, seed, b, h, rows, n, False)
             dl = logit_gradient(p, dp, deltas[:, None], scale, FUNCTION, 0)
             if FUNCTION == "sigmoid":
                 row_sums += tl.sum(dl, 1)

@@ -101,7 +101,7 @@ def weigh(
         total = tl.fma(total, shrink, tl.sum(p, 1))
         largest = top
     if dropout is not None:
-        p = tl.where(kept(dropout, seed, b, h, rows[:, None], cols[None, :]), p, 0.0)
+        p = tl.where(kept(dropout, seed, b, h, rows, n, local_n.shape[0]), p, 0.0)
     return p, largest, total, shrink
 
 

@@ -60,10 +60,13 @@ def logit_gradient(p, dp, delta, scale, FUNCTION: tl.constexpr, SCALE: tl.conste
 
 
 @triton.jit
-def drop(p, dp, dropout, seed, b, h, rows, cols):
+def drop(p, dp, dropout, seed, b, h, rows, n, OF_KEYS: tl.constexpr):
     """Weights and their gradients after dropout, 1/(1 − dropout) left out of the weights."""
     if dropout is None:
         return p, dp
     else:
-        keep = kept(dropout, seed, b, h, rows, cols)
+        BLOCK: tl.constexpr = p.shape[0] if OF_KEYS else p.shape[1]
+        keep = kept(dropout, seed, b, h, rows, n, BLOCK)
+        if OF_KEYS:
+            keep = tl.trans(keep)
         return tl.where(keep, p, 0.0), tl.where(keep, dp * (1.0 / (1.0 - dropout)), 0.0)

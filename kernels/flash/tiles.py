@@ -229,19 +229,30 @@ def visible(lo, hi, mask, b, h, rows, cols, shown):
 
 
 @triton.jit
-def kept(dropout, seed, b, h, rows, cols):
-    """The elements of a tile that dropout keeps: a function of seed and place, in either pass."""
-    place = rows * 0 + cols * 0 + h * 0
-    bits, _, _, _ = tl.philox(
+def kept(dropout, seed, b, h, rows, n, BLOCK: tl.constexpr):
+    """Which of BLOCK keys from n on dropout keeps, by row: a function of seed and place alone.
+
+    Philox gives four numbers at a time: those of four neighbouring keys. n is a multiple of four.
+    """
+    quarter = tl.arange(0, BLOCK // 4)[None, :] + n // 4
+    place = rows[:, None] * 0 + quarter * 0 + h * 0
+    x0, x1, x2, x3 = tl.philox(
         seed,
-        (place + cols).to(tl.uint32),
-        (place + rows).to(tl.uint32),
+        (place + quarter).to(tl.uint32),
+        (place + rows[:, None]).to(tl.uint32),
         (place + h).to(tl.uint32),
         (place + b).to(tl.uint32),
         PHILOX_ROUNDS,
     )
-    # 24 bits, which float32 holds exactly.
-    return (bits >> 8).to(tl.float32) * 2.0**-24 >= dropout
+    y0, y1 = _is_drawn(x0, dropout), _is_drawn(x1, dropout)
+    y2, y3 = _is_drawn(x2, dropout), _is_drawn(x3, dropout)
+    return tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), [rows.shape[0], BLOCK]) != 0
+
+
+@triton.jit
+def _is_drawn(x, dropout):
+    """24 of a number's 32 bits, which float32 holds exactly, against a probability; as bytes."""
+    return ((x >> 8).to(tl.float32) * 2.0**-24 >= dropout).to(tl.int8)
 
 
 @triton.jit
