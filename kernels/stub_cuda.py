@@ -122,7 +122,13 @@ def activate(arch: int) -> Driver:
 
 
 def compile_only(arch: int) -> None:
-    """Compile launches on CPU tensors into Triton's cache, in this process from now on."""
+    """Compile launches on CPU tensors into Triton's cache, in this process from now on.
+
+    Releases of Triton that build a module of C for every signature of arguments build it too: with
+    the machine's driver, or with the stub where there is none.
+    """
+    from triton.backends.nvidia import driver as nvidia
+
     _, multiprocessors = CHIPS[arch]
     driver.set_active(
         SimpleNamespace(
@@ -131,9 +137,20 @@ def compile_only(arch: int) -> None:
             get_current_stream=lambda device=None: 0,
         )
     )
-    KernelInterface.__getitem__ = lambda kernel, grid: (
-        lambda *args, **options: kernel.warmup(*args, grid=grid, **options)
-    )
+    builds_modules = hasattr(nvidia, "make_launcher")
+    if builds_modules:
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            load()
+
+    def launch(kernel, grid, *args, **options):
+        compiled = kernel.warmup(*args, grid=grid, **options)
+        if builds_modules:
+            nvidia.CudaLauncher(compiled.src, compiled.metadata)
+        return compiled
+
+    KernelInterface.__getitem__ = lambda kernel, grid: functools.partial(launch, kernel, grid)
     _serve_cpu_tensors(multiprocessors)
 
 
