@@ -8,6 +8,7 @@ and the bounds below say how much is allowed. They are what was measured when th
 lower them when the numbers fall. The driver is kernels/stub_cuda.py and needs a C compiler.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -18,6 +19,8 @@ import pytest
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 WORKER = Path(__file__).with_name("launches_worker.py")
+sys.path.append(str(KERNELS))  # scripts beside their modules, and no package
+waits = importlib.import_module("waits")
 
 # Kernels that compile in one generation from 256 to 4096 keys, and in training at 64 lengths.
 GENERATION_VARIANTS = 12
@@ -103,3 +106,37 @@ def test_a_missing_compiler_is_named(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path
     )
     assert "install gcc, or set CC" in done.stderr
+
+
+LOOP = """
+$L1:
+  cp.async.wait_group 0;
+  bar.sync 0;
+  {fence}
+  wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{%f1}}, %rd1, %rd2, p, 1, 1, 0, 0;
+  wgmma.wait_group.sync.aligned 0;
+  cp.async.cg.shared.global [%r1], [%rd3], 16;
+  cp.async.commit_group;
+  @%p1 bra $L1;
+"""
+
+
+def test_a_missing_fence_is_found():
+    """As Triton 3.6 and 3.7.0 compile a pipelined loop by pointers for sm_90."""
+    ((_, events),) = waits.loops(LOOP.format(fence=""))
+    assert events[:3] == ["wait for copies", "barrier", "product"] and waits.unfenced(events)
+    ((_, events),) = waits.loops(LOOP.format(fence="fence.proxy.async.shared::cta;"))
+    assert not waits.unfenced(events)
+    # By the time that it comes round, the fence lies before the copies.
+    late = LOOP.format(fence="").replace("  cp.async.cg", "  fence.proxy.async;\n  cp.async.cg")
+    ((_, events),) = waits.loops(late)
+    assert waits.unfenced(events)
+
+
+def test_products_are_fenced_from_copies_through_the_other_proxy(tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, KERNELS / "waits.py", "--check", "--cases", "sigmoid bf16 64"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kernel in ("_forward", "_backward_dq", "_backward_dkdv"):
+        assert f"{kernel}, line" in done.stdout
