@@ -1,10 +1,11 @@
 """What the compiled loops wait for: their copies, products, waits, barriers and fences, in order.
 
     python kernels/waits.py                             # every loop with products, of sm_90
-    python kernels/waits.py --check                     # exits with 1 if a fence is missing
+    python kernels/waits.py --check                     # exits with 1 where a rule is broken
 
-kernels/README.md says of each wait why it is enough. `--check` holds one rule, which not every
-release of Triton keeps: a product reads shared memory through the async proxy, so what was written
+kernels/README.md says of each wait why it is enough. Two rules are checked. No instruction names a
+register of a product between it and the wait for it. And, which not every release of Triton keeps:
+a product reads shared memory through the async proxy, so what was written
 there by `cp.async` or `st.shared`, which are of the generic proxy, needs a `fence.proxy.async` on
 the way from the write to the product. Copies by descriptors (`cp.async.bulk`) need none.
 """
@@ -48,16 +49,18 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", default=CASES, help="calls of static/cases.py")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    missing = 0
+    missing = named = 0
     for case in options.cases:
         for name, ptx in compiled(case).items():
-            for line, events in loops(ptx):
-                bad = unfenced(events)
-                missing += bad
+            for line, lines in loops(ptx):
+                events = events_of(lines)
+                bad, early = unfenced(events), touched(lines)
+                missing, named = missing + bad, named + len(early)
                 print(f"\n{case} {name}, line {line}{': A FENCE IS MISSING' * bad}")
                 print("    " + ", ".join(runs(events)))
-    print(f"\n{missing} loops without a fence that they need")
-    return int(options.check and missing > 0)
+                print(*(f"    IN FLIGHT: {text}" for text in early), sep="\n", end="")
+    print(f"\n{missing} loops lack a fence, {named} instructions name a register in flight")
+    return int(options.check and missing + named > 0)
 
 
 def compiled(case: str) -> dict[str, str]:
@@ -80,22 +83,35 @@ def compiled(case: str) -> dict[str, str]:
 
 
 def loops(ptx: str) -> Iterator[tuple[int, list[str]]]:
-    """The innermost loops that have asynchronous products: first line, and events in order."""
-    lines = ptx.splitlines()
+    """The innermost loops that have asynchronous products: number of the first line, and lines."""
+    lines = [text.split("//")[0] for text in ptx.splitlines()]
     labels = {m[1]: i for i, text in enumerate(lines) if (m := re.match(r"(\$\w+):", text))}
     jumps = [(labels.get(m[1], i), i) for i, text in enumerate(lines)
              if (m := re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", text))]  # fmt: skip
     spans = [(start, stop) for start, stop in jumps if start < stop]
     for start, stop in spans:
         inner = any(start <= a and b <= stop for a, b in spans if (a, b) != (start, stop))
-        events = [
-            name
-            for text in lines[start:stop]
-            for name, pattern in EVENTS.items()
-            if re.search(pattern, text)
-        ]
-        if "product" in events and not inner:
-            yield start + 1, events
+        if not inner and "product" in events_of(lines[start:stop]):
+            yield start + 1, lines[start:stop]
+
+
+def events_of(lines: list[str]) -> list[str]:
+    return [name for text in lines for name, pattern in EVENTS.items() if re.search(pattern, text)]
+
+
+def touched(lines: list[str]) -> list[str]:
+    """Instructions that name a register of a product in flight: PTX leaves open what they do."""
+    flying, found = set(), []
+    for text in lines * 2:  # the loop comes round
+        registers = set(re.findall(r"%\w+", text))
+        if re.search(EVENTS["product"], text):
+            flying |= {r for group in re.findall(r"\{([^{}]*)\}", text)
+                       for r in re.findall(r"%\w+", group)}  # fmt: skip
+        elif re.search(EVENTS["wait for products"] + r"\S*\s+0;", text):
+            flying = set()
+        elif registers & flying and not text.strip().startswith("."):
+            found.append(text.strip())
+    return found
 
 
 def unfenced(events: list[str]) -> bool:

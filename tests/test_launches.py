@@ -121,16 +121,29 @@ $L1:
 """
 
 
+def fenced(fence: str) -> list[str]:
+    ((_, lines),) = waits.loops(LOOP.format(fence=fence))
+    return waits.events_of(lines)
+
+
 def test_a_missing_fence_is_found():
     """As Triton 3.6 and 3.7.0 compile a pipelined loop by pointers for sm_90."""
-    ((_, events),) = waits.loops(LOOP.format(fence=""))
+    events = fenced("")
     assert events[:3] == ["wait for copies", "barrier", "product"] and waits.unfenced(events)
-    ((_, events),) = waits.loops(LOOP.format(fence="fence.proxy.async.shared::cta;"))
-    assert not waits.unfenced(events)
+    assert not waits.unfenced(fenced("fence.proxy.async.shared::cta;"))
     # By the time that it comes round, the fence lies before the copies.
-    late = LOOP.format(fence="").replace("  cp.async.cg", "  fence.proxy.async;\n  cp.async.cg")
-    ((_, events),) = waits.loops(late)
-    assert waits.unfenced(events)
+    ((_, lines),) = waits.loops(
+        LOOP.format(fence="").replace("  cp.async.cg", "  fence.proxy.async;\n  cp.async.cg")
+    )
+    assert waits.unfenced(waits.events_of(lines))
+
+
+def test_a_register_in_flight_is_found():
+    ((_, lines),) = waits.loops(LOOP.format(fence=""))
+    assert waits.touched(lines) == []
+    late = "  add.f32 %f1, %f1, %f2;\n  wgmma.wait_group"
+    ((_, lines),) = waits.loops(LOOP.format(fence="").replace("  wgmma.wait_group", late))
+    assert waits.touched(lines)[0] == "add.f32 %f1, %f1, %f2;"
 
 
 def test_products_are_fenced_from_copies_through_the_other_proxy(tmp_path):
