@@ -103,6 +103,13 @@ def test_a_check_passes_and_fails_in_the_interpreter(monkeypatch):
         check(device="cpu")
 
 
+def test_checks_of_other_kinds_pass_in_the_interpreter():
+    for function in gpu_checks.FUNCTIONS:
+        gpu_checks.statistics(function, torch.float32, "intervals", 20, 33, gpu_checks.EVERY, "cpu")
+        gpu_checks.repeats(function, torch.float32, 20, 33, gpu_checks.EVERY, "cpu")
+        gpu_checks.graph(function, 20, 33, True, "intervals", "cpu")
+
+
 def test_rows_say_what_was_right_wrong_and_not_reached(tmp_path, monkeypatch):
     path, calls = tmp_path / "rows.jsonl", []
 
