@@ -3,8 +3,8 @@
     python kernels/host_cost.py            # a table
     python kernels/host_cost.py --json     # the same, for a program
 
-The stub driver (stub_cuda.py) runs nothing, so the time of a call is that of Python, torch and
-Triton's launcher. Shapes are a 7B model's: 32 query heads, 8 key heads, D 128, bf16.
+The stub driver (tests/stub_cuda.py) runs nothing, so the time of a call is that of Python, torch
+and Triton's launcher. Shapes are a 7B model's: 32 query heads, 8 key heads, D 128, bf16.
 
     launches     Triton kernels that one call starts
     torch ops    torch's operators in one call that start a kernel on a GPU: no views or allocations
@@ -25,7 +25,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import stub_cuda  # before torch's kernels are defined
+import prewarm  # noqa: F401 puts the checkout's folders on the path
+import stub_cuda  # before the kernels are defined
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 

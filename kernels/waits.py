@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE.parent, HERE / "static", HERE):
+for folder in (HERE.parent, HERE.parent / "tests", HERE / "static", HERE):
     sys.path.insert(0, str(folder))
 
 # The delayed loop by pointers (with weights in 32 bits; packed), and by descriptors.

@@ -1,13 +1,14 @@
 """What tests/test_launches.py runs on the stub driver, in processes of their own; prints JSON.
 
-PYTHONPATH=kernels python tests/launches_worker.py launch ARCH    # every kernel, odd shapes
-PYTHONPATH=kernels python tests/launches_worker.py refuse         # what the stub must refuse
-PYTHONPATH=kernels python tests/launches_worker.py compile        # counted, and compiled
+python tests/launches_worker.py launch ARCH    # every kernel, odd shapes
+python tests/launches_worker.py refuse         # what the stub must refuse
+python tests/launches_worker.py compile        # counted, and compiled
 """
 
 import json
 import multiprocessing
 import sys
+from pathlib import Path
 
 import stub_cuda
 import torch
@@ -131,6 +132,7 @@ def refuse() -> dict[str, str]:
 
 def compile_and_count() -> dict[str, dict[str, int]]:
     """Kernels of calls with 300, 301 and 512 keys: as they are counted, and as they compile."""
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "kernels"))
     import host_cost
 
     host_cost.GENERATION = (300, 301, 512, 300)
