@@ -1,5 +1,6 @@
 # make demo: the main job on a real model.   make test: every test.   make lint: ruff.
 # make bench: time beside other kernels.     make static: the kernels, compiled for GPUs not here.
+# make gpu: is this checkout right on this GPU, and how fast? Ten minutes, nothing is installed.
 # make heal: what converting SmolLM2-135M costs and how it heals, some two hours with the measuring.
 # make support: every model type, checked.   make support ONLY=llama,bert   make support RESUME=1
 PYTHON ?= python3
@@ -8,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 READY := .venv/ready
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo heal test lint bench static support test-versions
+.PHONY: demo heal test lint bench gpu static support test-versions
 
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
@@ -23,6 +24,10 @@ test: $(READY)
 
 bench: $(READY)
 	$(BIN)/python kernels/benchmark.py
+
+# The Python that has torch, Triton and transformers for this GPU; CACHE: of kernels/prewarm.py.
+gpu:
+	$(PYTHON) kernels/gpu.py $(if $(CACHE),--cache $(CACHE))
 
 static: $(READY)
 	$(BIN)/python kernels/static/report.py --check

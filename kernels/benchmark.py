@@ -6,6 +6,7 @@
 Contenders of a shape are timed in turn, one call each a round, so that a change of the machine's
 speed hits all of them. Ours is first compared with the float64 reference on a slice of the shape,
 and a wrong kernel is not timed. A rival that is missing or raises gets a row with the reason.
+On a GPU the device is timed, not Python: `timed` says how (timing.py), `clocks_mhz` at what clocks.
 TFLOP/s count 4·B·H·M·N·D forward, half of it if causal, and 2.5 times that backward.
 """
 
@@ -15,11 +16,11 @@ import json
 import platform
 import statistics
 import subprocess
-import time
 from collections import defaultdict
 from datetime import date
 from pathlib import Path
 
+import timing
 import torch
 from benchmark_report import plot, shape_of, summary, table
 from contenders import DECODING, DTYPES, LENGTH_FIRST, OURS, PACKAGES, prepare, verify
@@ -139,6 +140,7 @@ def describe(device: torch.device) -> dict:
     else:
         features = torch.backends.cpu.get_cpu_capability()
         name = f"{platform.machine()} CPU {features} {torch.get_num_threads()} threads"
+    versions |= timing.toolchain(device)
     git = subprocess.run(
         ["git", "-C", HERE, "describe", "--always", "--dirty"], capture_output=True, text=True
     )
@@ -154,33 +156,53 @@ def version(package: str | None) -> str | None:
 
 def measure(names: list[str], shape: dict, device: torch.device, rounds: int) -> list[dict]:
     """One row for each contender of a shape: its times, or the reason why there are none."""
-    steps, rows, peaks = {}, {}, {}
+    if device.type == "cuda":
+        # Not on the default stream, where nothing can be captured.
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
+            return _measure(names, shape, device, rounds)
+    return _measure(names, shape, device, rounds)
+
+
+def _measure(names: list[str], shape: dict, device: torch.device, rounds: int) -> list[dict]:
+    steps, rows = {}, {}
     for name in names:
         rows[name] = {"name": name, "version": version(PACKAGES.get(name, "hf-sigmoid")), **shape}
         try:
             if name in OURS:
                 verify(name, shape, device)
-            steps[name] = step = prepare(name, shape, device)
-            peaks[name] = warm_up(step, device)
+            step = prepare(name, shape, device)
+            peak = warm_up(step, device)
+            steps[name] = run, how = timing.capture(step, device)
+            timing.clock(run, how, device)
+            rows[name] |= {"timed": how, "rounds": rounds, "peak_bytes": peak}
         except Exception as error:  # whatever a rival's package raises is the row's content
             steps.pop(name, None)
             why = str(error).strip().splitlines() or [""]
             rows[name]["reason"] = f"{type(error).__name__}: {why[0][:200]}"
     times = defaultdict(list)
     for _ in range(rounds):
-        for name, step in steps.items():
-            times[name].append(clock(step, device))
+        for name, (run, how) in steps.items():
+            times[name].append(timing.clock(run, how, device))
+    clocks = timing.clocks(device)
     for name, ms in times.items():
         middle = statistics.median(ms)
         fifths = statistics.quantiles(ms, n=5) if rounds > 1 else ms * 4
         low, high = fifths[0], fifths[3]
         rows[name] |= {"ms": middle, "ms_best": min(ms), "ms_20": low, "ms_80": high}
-        rows[name] |= {"rounds": rounds, "peak_bytes": peaks[name]}
+        rows[name]["clocks_mhz"] = clocks
         if name not in DECODING:
             rows[name]["tflops"] = operations(shape) / middle * 1e-9
         if "sdpa" in times:
             rows[name]["of_sdpa"] = middle / statistics.median(times["sdpa"])
     return list(rows.values())
+
+
+def launch(shape: dict) -> None:
+    """What our contenders of a shape launch, on CPU tensors: compiled only, or on the stub."""
+    device = torch.device("cpu")
+    for name in OURS:
+        if name in shape["contenders"]:
+            prepare(name, shape, device)()
 
 
 def operations(shape: dict) -> float:
@@ -202,23 +224,6 @@ def warm_up(step, device: torch.device) -> int | None:
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def clock(step, device: torch.device) -> float:
-    """Milliseconds of one call; on a GPU with an empty L2 cache and no wait for the host."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        step()
-        return (time.perf_counter() - start) * 1e3
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # 256 MiB of zeros drive everything else out, and keep the GPU busy until the call is queued.
-    torch.empty(1 << 26, dtype=torch.int32, device=device).zero_()
-    torch.cuda._sleep(1_000_000)
-    start.record()
-    step()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop)
 
 
 def read(path: Path) -> list[dict]:

@@ -45,6 +45,8 @@ def test_a_tiny_run_writes_rows_and_is_resumed(tmp_path, capsys):
     timed = [r for r in rows if "ms" in r]
     assert {r["name"] for r in timed} == {"sigmoid", "ssmax", "sdpa", "copy"}
     assert all(r["ms"] >= r["ms_best"] > 0 and r["of_sdpa"] > 0 for r in timed)
+    # A GPU's rows say how they were timed, and at what clocks.
+    assert all((r["timed"], r["clocks_mhz"]) == ("host clock", None) for r in timed)
     assert {r["versions"]["torch"] for r in timed} == {importlib.metadata.version("torch")}
     missing = [r for r in rows if r["name"] == "flash-attn-2"]
     assert len(missing) == 3 and all("ModuleNotFoundError" in r["reason"] for r in missing)
