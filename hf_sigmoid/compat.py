@@ -23,6 +23,10 @@ CACHE = "cache" if Version("5.24") <= RELEASE else "past_key_values"
 # which fill its cache themselves. Ends with 5.19.
 BATCHES_ANY_FUNCTION = Version("5.19") <= RELEASE
 
+# Until 5.20 set_attn_implementation knows a part that was given its own config by the config's
+# class, so it passes over copies (the stacks of T5). Ends with 5.20.
+_PASSES_OVER_COPIES = Version("5.20") > RELEASE
+
 
 def check_transformers() -> None:
     """Raise ImportError for a release that is too old to be wrapped."""
@@ -46,6 +50,21 @@ def warn_of_untested() -> None:
                 "run its tests first",
                 stacklevel=5,
             )
+
+
+def set_copies(model: Any, function: str) -> None:
+    """Let the parts of a model that have copies of its config run the function, too. Until 5.20."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    if not _PASSES_OVER_COPIES or not model._can_set_attn_implementation():
+        return
+    named = [getattr(model.config, name, None) for name in model.config.sub_configs or ()]
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel) or type(part.config) is not type(model.config):
+            continue
+        if not any(part.config is each for each in (model.config, *named)):
+            function = part.get_correct_attn_implementation(function)
+            part.config._attn_implementation_internal = function
 
 
 def recompute_activations(model: Any, **options: Any) -> None:

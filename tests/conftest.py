@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -54,8 +55,11 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _fresh():
+    """The same random numbers, and none of the graphs that torch counts for each function."""
     torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import releases
 import tiny_models
 import torch
 from transformers import (
@@ -123,7 +124,16 @@ def test_a_config_in_memory_has_transformers_own_types(converted):
     assert not hasattr(llava.vision_config, "layer_types")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "llava"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        # The bare config that transformers falls back to refuses RoPE by kinds of layers in 5.4.
+        pytest.param("gemma3", marks=releases.needs("5.5", "a fallback for such tokenizers")),
+        "gpt2",
+        "llava",
+    ],
+)
 def test_its_tokenizer_loads_without_the_package(converted, name):
     tiny_models.byte_tokenizer().save_pretrained(converted[name])
     code = f"""
@@ -186,6 +196,15 @@ Unvalidated.from_dict({written!r})
     assert ran.returncode and "pip install hf-sigmoid, import hf_sigmoid" in ran.stderr
 
 
+def takes_unknown_keys(cls) -> bool:
+    """Until 5.20 DbrxFFNConfig, which is of no attention, does not."""
+    try:
+        cls(unknown=None)
+    except ValueError:
+        return False
+    return True
+
+
 def test_every_config_class_of_transformers_refuses_and_reads_back(tmp_path):
     """Each class and each class of a part, with its default values."""
     classes, pending = {}, [CONFIG_MAPPING[name] for name in CONFIG_MAPPING_NAMES]
@@ -206,6 +225,9 @@ def test_every_config_class_of_transformers_refuses_and_reads_back(tmp_path):
             continue
         if not hasattr(cls, "model_type") or sub_configs(config):
             continue  # of composite ones each part is converted by itself
+        if not takes_unknown_keys(cls):
+            unusable.append(name)
+            continue
         config.hf_sigmoid = Section(SECTION)
         config.to_json_file(file)
         again = cls.from_json_file(file)

@@ -56,7 +56,8 @@ def mask_arguments(draw):
         positions = torch.cat([torch.arange(length) for length in lengths])[None].expand(B, -1)
         documents = mu.find_packed_sequence_indices(positions)
         if documents is not None:
-            function = mu.remap_positions_for_packed_sequence(function, positions)
+            if hasattr(mu, "remap_positions_for_packed_sequence"):  # since 5.23
+                function = mu.remap_positions_for_packed_sequence(function, positions)
             function = mu.and_masks(function, mu.packed_sequence_mask_function(documents))
     if kind == "blocks":  # may tear: the same block number in two places
         ids = torch.tensor(

@@ -1,6 +1,7 @@
 """Tiny transformers models: what must not change a result does not, for both functions."""
 
 import pytest
+import releases
 import tiny_models
 import torch
 from transformers import (
@@ -331,6 +332,7 @@ def test_one_graph_serves_every_length(family, function, padded):
 
 @every_function
 def test_an_exported_encoder_with_a_window_takes_lengths_on_both_sides_of_it(function):
+    releases.skip_if_refused(ModernBertModel)
     config = ModernBertConfig(
         vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
         num_attention_heads=4, local_attention=16, max_position_embeddings=64, pad_token_id=0,
@@ -350,6 +352,8 @@ def test_an_exported_encoder_with_a_window_takes_lengths_on_both_sides_of_it(fun
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_an_exported_model_takes_other_lengths(family, function, strict):
+    if not strict:
+        releases.skip_unless_exported(function)
     model = tiny_models.converted(family, function)
     length = torch.export.Dim("length", min=2, max=60)
     given = {"input_ids": tiny_models.tokens(2, 12), "use_cache": False}
@@ -360,6 +364,7 @@ def test_an_exported_model_takes_other_lengths(family, function, strict):
     torch.testing.assert_close(found, tiny_models.output(model, **given), **TOLERANCE)
 
 
+@releases.needs_batching
 @every_function
 def test_continuous_batching_equals_generate(function):
     from transformers import GenerationConfig
