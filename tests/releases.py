@@ -1,5 +1,8 @@
 """What an older transformers lacks, so that a test of it says why it does not run there."""
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from packaging.version import Version
@@ -17,10 +20,21 @@ def needs(release: str, what: str) -> pytest.MarkDecorator:
     )
 
 
-def skip_without(model_type: str) -> None:
+def skip_without(model_type: str, known: Collection[str] = CONFIG_MAPPING_NAMES) -> None:
     """Skip the test if this release is too old for a model type."""
-    if model_type not in CONFIG_MAPPING_NAMES and not IS_NEWEST:
+    if model_type not in known and not IS_NEWEST:
         pytest.skip(f"transformers {RELEASE} has no model type {model_type}")
+
+
+@contextmanager
+def skip_if_broken(what: str) -> Iterator[None]:
+    """Skip the test if this release, too old, cannot do what is inside, without us."""
+    try:
+        yield
+    except Exception as error:
+        if IS_NEWEST:
+            raise
+        pytest.skip(f"transformers {RELEASE}: {what}: {type(error).__name__}: {error}"[:300])
 
 
 def refuses(cls: type) -> bool:
