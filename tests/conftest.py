@@ -54,6 +54,12 @@ def pytest_configure(config):
     )
 
 
+def pytest_ignore_collect(collection_path, config):
+    """`-m gpu` reads the files that have such tests only: others import what may not be there."""
+    if config.getoption("markexpr") == "gpu" and collection_path.name.startswith("test_"):
+        return "pytest.mark.gpu" not in collection_path.read_text() or None
+
+
 @pytest.fixture(autouse=True)
 def _fresh():
     """The same random numbers, and none of the graphs that torch counts for each function."""

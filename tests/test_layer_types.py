@@ -236,7 +236,7 @@ def test_every_config_class_of_transformers_refuses_and_reads_back(tmp_path):
         del after["hf_sigmoid"]
         assert after == before, name
         written.append((cls.__module__, name, str(file)))
-    assert len(written) > 400 and len(unusable) < 5, unusable
+    assert len(written) > 350 and len(unusable) < (5 if releases.IS_NEWEST else 25), unusable
     code = f"""
 import importlib
 for module, name, file in {written}:
