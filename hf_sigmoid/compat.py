@@ -56,6 +56,8 @@ def set_copies(model: Any, function: str) -> None:
     """Let the parts of a model that have copies of its config run the function, too. Until 5.20."""
     from transformers.modeling_utils import PreTrainedModel
 
+    from hf_sigmoid import replace_attention
+
     if not _PASSES_OVER_COPIES or not model._can_set_attn_implementation():
         return
     named = [getattr(model.config, name, None) for name in model.config.sub_configs or ()]
@@ -63,8 +65,7 @@ def set_copies(model: Any, function: str) -> None:
         if not isinstance(part, PreTrainedModel) or type(part.config) is not type(model.config):
             continue
         if not any(part.config is each for each in (model.config, *named)):
-            function = part.get_correct_attn_implementation(function)
-            part.config._attn_implementation_internal = function
+            replace_attention.use([part.config], part.get_correct_attn_implementation(function))
 
 
 def recompute_activations(model: Any, **options: Any) -> None:

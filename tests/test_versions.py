@@ -19,3 +19,21 @@ sys.exit(pytest.main(["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovid
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     assert "tests/test_gpu.py::" in run.stdout
+
+
+def test_a_release_that_is_too_old_gets_one_line():
+    """Also one in which the classes that we import are not there."""
+    for code in (
+        "import hf_sigmoid, transformers.configuration_utils",
+        "import hf_sigmoid, transformers.modeling_utils",
+        "import transformers.configuration_utils as c; del c.PreTrainedConfig; import hf_sigmoid",
+    ):
+        code = (
+            "import transformers\ntransformers.__version__ = '5.3.9'\n"
+            f"try: {code}\nexcept ImportError as error: print(error)"
+        )
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+        assert run.stdout == (
+            "hf_sigmoid needs transformers 5.4 or newer, this is 5.3.9: "
+            "pip install -U transformers\n"
+        ), run.stderr
