@@ -10,6 +10,7 @@ import pytest
 import releases
 import tiny_models
 import torch
+from packaging.version import Version
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,6 +21,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 import hf_sigmoid
+from hf_sigmoid.compat import RELEASE
 from hf_sigmoid.configuration import Section, find_section
 from hf_sigmoid.layer_types import unmarked
 from hf_sigmoid.parameters import sub_configs
@@ -196,15 +198,6 @@ Unvalidated.from_dict({written!r})
     assert ran.returncode and "pip install hf-sigmoid, import hf_sigmoid" in ran.stderr
 
 
-def takes_unknown_keys(cls) -> bool:
-    """Until 5.20 DbrxFFNConfig, which is of no attention, does not."""
-    try:
-        cls(unknown=None)
-    except ValueError:
-        return False
-    return True
-
-
 def test_every_config_class_of_transformers_refuses_and_reads_back(tmp_path):
     """Each class and each class of a part, with its default values."""
     classes, pending = {}, [CONFIG_MAPPING[name] for name in CONFIG_MAPPING_NAMES]
@@ -225,9 +218,8 @@ def test_every_config_class_of_transformers_refuses_and_reads_back(tmp_path):
             continue
         if not hasattr(cls, "model_type") or sub_configs(config):
             continue  # of composite ones each part is converted by itself
-        if not takes_unknown_keys(cls):
-            unusable.append(name)
-            continue
+        if name == "DbrxFFNConfig" and Version("5.20") > RELEASE:
+            continue  # of no attention, and takes no key that it does not know
         config.hf_sigmoid = Section(SECTION)
         config.to_json_file(file)
         again = cls.from_json_file(file)
@@ -236,7 +228,7 @@ def test_every_config_class_of_transformers_refuses_and_reads_back(tmp_path):
         del after["hf_sigmoid"]
         assert after == before, name
         written.append((cls.__module__, name, str(file)))
-    assert len(written) > 350 and len(unusable) < (5 if releases.IS_NEWEST else 25), unusable
+    assert len(written) > 350 and (len(unusable) < 5 or not releases.IS_NEWEST), unusable
     code = f"""
 import importlib
 for module, name, file in {written}:
