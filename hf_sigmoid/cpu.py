@@ -64,7 +64,8 @@ def backward(grad_output, output, log_sum_exp, wants_logit_bias, query, key, val
     D = query.shape[-1]
     dq, drow = row.new_zeros(query.shape), row.new_zeros(query.shape[:3])
     dk, dv = (row.new_zeros(problem.batch, *tensor.shape[2:]) for tensor in (key, value))
-    dlogit_bias = row.new_zeros(logit_bias.shape if wants_logit_bias else 0)
+    dlogit_bias = row.new_zeros(logit_bias.shape if wants_logit_bias else (0, 0, 1, 1))
+    rows_alike, keys_alike = (size == 1 for size in dlogit_bias.shape[2:])
     dslopes = row.new_zeros(alibi_slopes.shape if alibi_slopes is not None else 0)
     dsinks = row.new_zeros(sinks.shape if sinks is not None else 0)
 
@@ -97,7 +98,9 @@ def backward(grad_output, output, log_sum_exp, wants_logit_bias, query, key, val
                     share = torch.exp(sinks.view(1, -1, 1, 1) - block.per_head(sums))
                     dsinks -= (share * block.per_head(delta)).sum((0, 2, 3))
             if wants_logit_bias:
-                dlogit_bias[:, :, block.rows, keys] = block.per_head(dz)
+                part = dlogit_bias if rows_alike else dlogit_bias[:, :, block.rows]
+                part = part if keys_alike else part[..., keys]
+                part += block.per_head(dz).sum_to_size(part.shape)
             if alibi_slopes is not None:
                 dslopes -= block.per_head(dz * block.distance(tile)).sum((2, 3))
             if softcap:
@@ -114,7 +117,7 @@ def backward(grad_output, output, log_sum_exp, wants_logit_bias, query, key, val
         dk.view(key.shape).to(key.dtype),
         dv.view(value.shape).to(value.dtype),
         drow,
-        dlogit_bias,
+        dlogit_bias.to(logit_bias.dtype) if wants_logit_bias else row.new_empty(0),
         dslopes,
         dsinks,
     )
@@ -142,6 +145,8 @@ class _Problem:
         )
         self.intervals, self.mask = intervals, mask
         self.logit_bias, self.alibi_slopes, self.sinks = logit_bias, alibi_slopes, sinks
+        if logit_bias is not None:
+            self.logit_bias = logit_bias.expand(self.B, self.H, self.M, self.N)
         self.function, self.scaling, self.softcap = function, scaling, softcap
         self.dropout, self.seed = dropout, seed
         self.memory = {}
@@ -243,9 +248,14 @@ class _Block:
                 problem.alibi_slopes[..., None, None].expand(-1, -1, problem.M, 1)
             )
             z = z - slopes * self.distance(tile)
-        if problem.logit_bias is not None:
-            z = z + self.per_group(problem.logit_bias[..., tile.keys])
         hidden = self._hidden(tile)
+        if problem.logit_bias is not None:
+            added = self.per_group(problem.logit_bias[..., tile.keys])
+            # −∞ hides: times 0 or a negative multiplier it would be anything but hidden.
+            hides = added == -math.inf
+            z = (z + added).masked_fill_(hides, 0.0)
+            hides = hides.unflatten(0, (problem.B, problem.G))
+            hidden = hides if hidden is None else hidden | hides
         if problem.function == "sigmoid":
             x = z if problem.is_folded else z + self.row
             if statistics:

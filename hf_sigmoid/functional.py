@@ -133,7 +133,7 @@ def _attention(function, query, key, value, scaling, row, visible, is_causal, so
     arguments.check(function, query, key, value, scaling, row, visible, softcap, alibi_slopes,
                     logit_bias, sinks, dropout, backend)  # fmt: skip
     tensors = (query, key, value, row, alibi_slopes, logit_bias, sinks)
-    backend = _choose(function, query, value, dropout, backend, _has_tangents(tensors))
+    backend = _choose(function, query, value, backend, _has_tangents(tensors))
     B, H, M, D = query.shape
     N = key.shape[2]
     scaling = D**-0.5 if scaling is None else float(scaling)
@@ -172,20 +172,17 @@ def _attention(function, query, key, value, scaling, row, visible, is_causal, so
 
     intervals, mask = _intervals(visible, B, M, N, is_causal, query.device)
     if logit_bias is not None:
-        # −inf hides a key: 0·(−inf) and a negative multiplier would make it anything but hidden.
-        # Before it is expanded, so that what is made here is no larger than what was given; after
-        # it has its dtype, in which the least number of another may be −inf.
-        logit_bias = logit_bias.to(dtype)
-        shown = logit_bias != float("-inf")
-        mask = shown if mask is None else mask & shown
-        logit_bias = logit_bias.masked_fill(~shown, 0.0).expand(B, H, M, N)
+        if logit_bias.dtype.itemsize > dtype.itemsize:
+            logit_bias = logit_bias.to(dtype)
+        # In the sizes that it was given in: made whole it would be as large as the weights.
+        logit_bias = logit_bias[(None,) * (4 - logit_bias.dim())]
     if mask is not None:
         mask = mask.expand(B, H, M, N)
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.to(dtype).expand(B, H)
     if sinks is not None:
         sinks = sinks.to(dtype)
-    seed = int(torch.randint(1 << 62, ())) if dropout else 0
+    seed = int(torch.randint(1 << 31, ())) if dropout else 0
     if backend == "triton":
         from hf_sigmoid.kernels import flash
 
@@ -285,7 +282,7 @@ def _intervals(visible, B, M, N, is_causal, device):
     return torch.stack([lo, torch.maximum(lo, hi)], -1), mask
 
 
-def _choose(function, query, value, dropout, backend, has_tangents):
+def _choose(function, query, value, backend, has_tangents):
     """The backend that will run: "triton", "torch" or "reference"."""
     if has_tangents:
         if backend in ("triton", "torch"):
@@ -296,7 +293,7 @@ def _choose(function, query, value, dropout, backend, has_tangents):
         return "reference"
     if backend in ("torch", "reference") or (backend == "auto" and not query.is_cuda):
         return "torch" if backend == "auto" else backend
-    if why := _triton_refusal(query, value, dropout):
+    if why := _triton_refusal(query, value):
         if backend == "triton":
             raise ValueError(f"backend='triton' cannot run {function} attention here: {why}")
         return "torch"
@@ -313,7 +310,7 @@ def _has_tangents(tensors: tuple) -> bool:
     )
 
 
-def _triton_refusal(query: Tensor, value: Tensor, dropout: float) -> str | None:
+def _triton_refusal(query: Tensor, value: Tensor) -> str | None:
     """Why the Triton kernels cannot serve these arguments; None if they can."""
     if not HAS_TRITON:
         return "the package triton is not installed"
@@ -324,8 +321,6 @@ def _triton_refusal(query: Tensor, value: Tensor, dropout: float) -> str | None:
         )
     if query.dtype == torch.float64 and query.is_cuda:
         return "expected float32, bfloat16 or float16, got float64"
-    if dropout:
-        return f"expected dropout=0.0, got {dropout}"
     if query.is_cuda and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(query.device)
         if capability < OLDEST_GPU:

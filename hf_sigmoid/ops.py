@@ -10,7 +10,7 @@ Shapes (B batch, H query heads, G key/value heads, M queries, N keys, D and V he
     row          [B, H, M]     b_m of sigmoid or c_m of ssmax, float32 (float64 with float64 inputs)
     intervals    [B, M, 2]     int32, the keys [lo, hi) that each query sees
     mask         [B, H, M, N]  bool or None, further restricts the interval
-    logit_bias   [B, H, M, N]  float or None, added to the logits
+    logit_bias   [B, H, M, N]  float or None, added to the logits; each size may be 1; −∞ hides
     alibi_slopes [B, H]        row's dtype or None
     sinks        [H]           row's dtype or None, one more logit in the softmax's denominator
 
@@ -42,8 +42,9 @@ def define(name: str, forward: Callable, backward: Callable) -> Callable:
         logit that a row sees (z + b or c z, a sink not counted), −∞ if it sees none; weight_sum is
         Σ_n p. Both are empty unless `statistics`, and have no gradient.
     backward(grad_output, output, log_sum_exp, wants_logit_bias, query … seed)
-        -> gradients of query, key, value, row [B, H, M], logit_bias [B, H, M, N], alibi_slopes
-        [B, H], sinks [H], each contiguous; empty where the input is None or is not wanted.
+        -> gradients of query, key, value, row [B, H, M], logit_bias (in its own sizes),
+        alibi_slopes [B, H], sinks [H], each contiguous; empty where the input is None or is not
+        wanted.
         For sigmoid `output` is empty: the backward pass does not need it.
     """
     forward_op = torch.library.custom_op(

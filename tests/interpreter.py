@@ -99,6 +99,7 @@ def run_ptx(self, asm, constraints, values, dtype, is_pure, pack) -> SimpleNames
     operations = {
         "add.sat.f32": lambda a, b: np.clip(a + b, 0, one),
         "mul.f32": lambda a, b: a * b,
+        "mov.b32": lambda a: a,
         "rcp.approx.ftz.f32": lambda a: one / a,
         "tanh.approx.f32": np.tanh,
     }

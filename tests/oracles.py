@@ -124,7 +124,7 @@ def magnitudes(problem: Problem, amplified: bool) -> dict[str, float]:
     if "alibi_slopes" in t:
         z = z + t["alibi_slopes"].view(1, H, 1, 1) * distance
     if "logit_bias" in t:
-        z = z + t["logit_bias"].abs()
+        z = z + t["logit_bias"].masked_fill(t["logit_bias"] == -torch.inf, 0.0).abs()
     name = "bias" if problem.function == "sigmoid" else "multiplier"
     row = t.get(
         name, torch.tensor(options.get(name), dtype=torch.float64) if name in options else None
@@ -150,7 +150,7 @@ def magnitudes(problem: Problem, amplified: bool) -> dict[str, float]:
         "dquery": scale * dz @ k,
         "dkey": grouped(scale * dz.transpose(2, 3) @ q),
         "dvalue": grouped(weights.transpose(2, 3) @ do),
-        "dlogit_bias": dz.sum(0),
+        "dlogit_bias": dz.sum_to_size(t["logit_bias"].shape) if "logit_bias" in t else dz,
         "dalibi_slopes": (dz * distance).sum((0, 2, 3)),
         "dsinks": (weights * reach).sum((0, 2, 3)),
     }
@@ -229,7 +229,10 @@ def make(
     if "alibi_slopes" in extras:
         tensors["alibi_slopes"] = 0.1 * normal(H).abs()
     if "logit_bias" in extras:
-        tensors["logit_bias"] = normal(1, H, M, N)
+        shapes = ((1, H, M, N), (B, H, M, N), (1, 1, M, N), (B, 1, 1, N), (1, H, M, 1))
+        bias = normal(*shapes[torch.randint(len(shapes), (), generator=generator)])
+        hides = torch.rand(bias.shape, generator=generator) < 0.2
+        tensors["logit_bias"] = bias.masked_fill(hides, -torch.inf)
     if "sinks" in extras and function == "ssmax":
         tensors["sinks"] = normal(H)
 

@@ -154,9 +154,9 @@ def test_a_gpu_before_sm_80_takes_torch(monkeypatch):
         is_cuda=True, dtype=torch.float16, device="cuda", shape=(1, 1, 1, 64), ndim=4
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "sm_80 or newer, got sm_75" in functional._triton_refusal(query, query, 0.0)
+    assert "sm_80 or newer, got sm_75" in functional._triton_refusal(query, query)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert functional._triton_refusal(query, query, 0.0) is None
+    assert functional._triton_refusal(query, query) is None
 
 
 @pytest.mark.parametrize("function", VERBS)
@@ -172,8 +172,21 @@ def test_a_broadcast_bias_is_not_made_as_large_as_the_weights(function):
     with pytest.MonkeyPatch.context() as patch, Largest() as largest:
         patch.setattr(functional.cpu, "attention", record)
         VERBS[function](**tensors, logit_bias=bias, visible=torch.ones(M, N).bool())
-    assert all(each.shape == (B, H, M, N) and each.stride()[:2] == (0, 0) for each in given)
+    assert given[0].shape == (B, H, M, N) and given[0].stride()[:2] == (0, 0)
+    assert given[1].data_ptr() == bias.data_ptr() and given[1].shape == bias.shape
     assert largest.elements < B * H * M * N
+
+
+@pytest.mark.parametrize("function", VERBS)
+@pytest.mark.parametrize("shape", [(1, 1, 40, 48), (1, 4, 40, 48), (3, 1, 1, 48)])
+def test_a_broadcast_bias_and_its_gradient_stay_as_small_as_they_are(function, shape):
+    """In both passes of the kernels nothing is as large as the weights, [3, 4, 40, 48]."""
+    q, k = (torch.randn(3, 4, length, 8).requires_grad_() for length in (40, 48))
+    bias = torch.randn(shape).masked_fill(torch.rand(shape) < 0.2, -torch.inf).requires_grad_()
+    with Largest() as largest:
+        VERBS[function](q, k, k, logit_bias=bias, backend="triton").sum().backward()
+    assert bias.grad.shape == shape
+    assert largest.elements < 3 * 4 * 40 * 48
 
 
 def good_seeded():

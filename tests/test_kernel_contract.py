@@ -22,7 +22,7 @@ from hf_sigmoid import functional, reference
 from hf_sigmoid.compat import CACHE
 from hf_sigmoid.kernels import flash
 from hf_sigmoid.kernels.flash import backward as backward_kernels
-from hf_sigmoid.kernels.flash import decode, tuning
+from hf_sigmoid.kernels.flash import decode, masked, tuning
 from hf_sigmoid.kernels.flash import forward as forward_kernels
 from hf_sigmoid.kernels.flash import ops as flash_ops
 from hf_sigmoid.kernels.flash import tiles as tile_helpers
@@ -316,13 +316,15 @@ def test_intervals_beyond_the_keys_are_cut(function, M, N):
         (2, 16, True),
         (3, 23, False),  # fewer than 8 keys a query
         (3, 24, True),
-        (64, 512, True),
-        (65, 1024, False),  # too many queries
+        (32, 512, True),
+        (260, 4096, True),  # 17 tiles of 4 heads: two programs a multiprocessor are left over
+        (280, 4096, False),
     ],
 )
-def test_few_queries_of_many_keys_are_decoded(M, N, serves):
-    query, key = torch.empty(1, 4, M, 8), torch.empty(1, 2, N, 8)
-    assert decode.serves(query, key) == serves
+def test_few_queries_of_many_keys_are_decoded(monkeypatch, M, N, serves):
+    monkeypatch.setattr(tuning, "multiprocessors", lambda: 2 * 4 * 17)
+    query, value = torch.empty(1, 4, M, 8), torch.empty(1, 2, N, 8)
+    assert decode.serves(query, value, "sigmoid") == serves
 
 
 @FUNCTIONS
@@ -362,11 +364,49 @@ def test_decode_equals_prefill(monkeypatch, launches, function, M, R, mask, term
 
 @pytest.mark.parametrize(
     ("programs", "key_tiles", "expected"),
-    [(1, 1000, 128), (1, 3, 1), (1, 9, 4), (132, 1000, 2), (1000, 1000, 1), (1, 0, 1)],
+    [(1, 1000, 125), (1, 3, 1), (1, 9, 3), (132, 1000, 2), (1, 0, 1), (32, 256, 8), (96, 512, 11)],
 )
 def test_shares_fill_the_gpu_and_are_not_too_small(monkeypatch, programs, key_tiles, expected):
-    monkeypatch.setattr(tuning, "_multiprocessors", lambda: 132)
+    monkeypatch.setattr(tuning, "multiprocessors", lambda: 132)
+    tuning.splits.cache_clear()
     assert tuning.splits(programs, key_tiles) == expected
+
+
+@pytest.mark.parametrize("programs", [8, 16, 32, 40, 64, 96, 128, 200, 256, 300])
+def test_waves_of_decoding_are_nearly_full(monkeypatch, programs):
+    """Of the multiprocessors' time at 32k keys, in tiles of 128, at least 0.85 is spent on keys."""
+    monkeypatch.setattr(tuning, "multiprocessors", lambda: 132)
+    tuning.splits.cache_clear()
+    shares = tuning.splits(programs, 256)
+    waves, share = -(-programs * shares // 264), -(-256 // shares)
+    assert programs * 256 / (264 * waves * share) >= 0.85
+
+
+@pytest.mark.parametrize(
+    ("programs", "heads", "expected"),
+    [(132, 8, 1), (131, 8, 2), (16, 8, 8), (16, 16, 16), (66, 6, 2), (1, 7, 7), (50, 1, 1)],
+)
+def test_query_heads_of_a_group_are_shared_out_where_programs_are_few(
+    monkeypatch, programs, heads, expected
+):
+    monkeypatch.setattr(tuning, "multiprocessors", lambda: 132)
+    assert tuning.parts(programs, heads) == expected
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_parts_of_a_group_add_up(monkeypatch, function, dtype):
+    """Gradients of keys and values, whichever number of programs their query heads are split to."""
+    tensors = operands(function, 20, 37, "falling", B=2, G=2, R=6)
+    tensors |= {name: tensors[name].to(dtype) for name in ("query", "key", "value")}
+    direction = torch.randn(2, 12, 20, 12).to(dtype)
+    results = []
+    for parts in (1, 3, 6):
+        monkeypatch.setattr(tuning, "parts", lambda *_, parts=parts: parts)
+        results.append(run(function, tensors, direction))
+    for result in results[1:]:
+        for name, expected in results[0].items():
+            torch.testing.assert_close(result[name], expected, msg=name)
 
 
 @FUNCTIONS
@@ -576,7 +616,8 @@ def launched(monkeypatch):
     for module, names in (
         (forward_kernels, ["_forward"]),
         (decode, ["_decode", "_combine"]),
-        (backward_kernels, ["_backward_dq", "_query_ranges", "_backward_dkdv"]),
+        (backward_kernels, ["backward_dq", "backward_dbias", "query_ranges", "backward_dkdv"]),
+        (masked, ["_list_tiles"]),
     ):
         for name in names:
             monkeypatch.setattr(module, name, Kernel(name))
@@ -615,6 +656,8 @@ def test_verbs_never_wait_for_the_device(
             )
         assert all(leaf.device.type == "meta" for leaf in tree_leaves(results))
     kernels = ["_forward"] if PREFILL[0] == M else ["_decode", "_combine"]
+    if visible == "mask" and PREFILL[0] == M:
+        kernels = ["_list_tiles", *kernels]
     assert [name for name, _ in launched] == kernels * 2
 
 
@@ -628,7 +671,11 @@ def test_backward_never_waits_for_the_device(launched, function, M, N, every_ter
     launched.clear()
     with Device():
         flash_ops.backward(output, output, log_sum_exp, True, *given.values(), *options)
-    assert [name for name, _ in launched] == ["_backward_dq", "_query_ranges", "_backward_dkdv"]
+    kernels = ["backward_dq", "query_ranges", "backward_dkdv"]
+    if every_term:
+        kernels = ["_list_tiles", "backward_dq", "backward_dbias", "_list_tiles",
+                   "backward_dkdv"]  # fmt: skip
+    assert [name for name, _ in launched] == kernels
 
 
 @FUNCTIONS

@@ -3,6 +3,7 @@
 import itertools
 import math
 import warnings
+from types import SimpleNamespace
 
 import interpreter
 import oracles
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from triton.runtime.interpreter import InterpreterBuilder
 
-from hf_sigmoid import functional
+from hf_sigmoid import functional, reference
 from hf_sigmoid.kernels import flash
 from hf_sigmoid.kernels.flash import forward as forward_kernels
 from hf_sigmoid.kernels.flash import tiles as tile_helpers
@@ -28,11 +29,12 @@ FUNCTIONS = pytest.mark.parametrize("function", ["sigmoid", "ssmax"])
 SIZES = {"forward": (16, 32), "dq": (32, 16), "dkdv": (16, 16), "decode": (16, 16)}
 
 
-def tiles(sizes=SIZES, delay=True, packed=False, descriptors=False):
+def tiles(sizes=SIZES, delay=True, packed=False, descriptors=False, wait=False):
     """What stands in for `tuning.tile`: several tiles in each direction at these tests' sizes."""
 
     def tile(kernel, function, dtype, dim, described=False, terms=False):
         options = (delay, packed and dtype.itemsize == 2, delay and descriptors and described)
+        options += (wait and dtype.itemsize == 2,)
         return tuning.Tile(*sizes[kernel], 4, 1, 1, *options)
 
     return tile
@@ -67,7 +69,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @given(
     oracles.problems(dtypes=DTYPES, longest=50, few_queries=True),
     st.sampled_from([(16, 32), (32, 16), (32, 32)]),
-    st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
     st.booleans(),
 )
 def test_output_and_gradients_are_as_exact_as_plain_pytorch(problem, size, options, wide):
@@ -235,20 +237,19 @@ def test_rows_that_see_nothing_give_zeros(function, M, N):
 
 # Relative errors of the forms of σ. The argument of all but rsqrt is near −60, where float32 rounds
 # it by 2^-19: 1.3e-6 of the weight. Halley's cubic step from its guess leaves 2^-12.8.
-ERRORS = {
-    "rsqrt": 0.0,
-    "pair": 2.0**-19,
-    "pair_scaled": 2.0**-19,
-    "halley": 2.0**-12.8,
-    "halley_scaled": 2.0**-12.8,
-}
+ERRORS = {"rsqrt": 0.0, "pair": 2.0**-19, "halley": 2.0**-12.8}
+SCALES = pytest.mark.parametrize("scale", [0, 15, 60])
 
 
+@SCALES
 @pytest.mark.parametrize(("form", "error_of_form"), ERRORS.items())
-@pytest.mark.parametrize("log2_n", range(0, 18))
-def test_small_weights_keep_their_relative_accuracy(monkeypatch, form, error_of_form, log2_n):
+@pytest.mark.parametrize("log2_n", range(0, 21, 2))
+def test_small_weights_keep_their_relative_accuracy(
+    monkeypatch, form, scale, error_of_form, log2_n
+):
     """Weights of size 1/n with b = −log n: what the approximate tanh of other kernels loses."""
-    monkeypatch.setattr(tuning, "form", lambda kernel, dtype: form)
+    monkeypatch.setattr(tuning, "form", lambda dtype: form)
+    monkeypatch.setattr(tuning, "scale", lambda *_: scale)
     q, k, _, _, _ = small(H=1, M=16, N=32)
     v = torch.eye(32)[None, None]
     row = torch.full((1, 1, 16), -log2_n * math.log(2))
@@ -262,13 +263,12 @@ def test_small_weights_keep_their_relative_accuracy(monkeypatch, form, error_of_
     assert ((weights - exact).abs() / exact).max() <= budget
 
 
+@SCALES
 @pytest.mark.parametrize("form", [*ERRORS, "tanh"])
-def test_extreme_logits_saturate(monkeypatch, form):
+def test_extreme_logits_saturate(monkeypatch, form, scale):
     """Logits of ±1e4 give weights of 1 and (nearly) 0 and finite gradients, in each form."""
-    backward = form.removesuffix("_scaled")
-    monkeypatch.setattr(
-        tuning, "form", lambda kernel, dtype: form if kernel == "forward" else backward
-    )
+    monkeypatch.setattr(tuning, "form", lambda dtype: form)
+    monkeypatch.setattr(tuning, "scale", lambda *_: scale)
     q, k, v, row, intervals = small(H=1, M=16, N=32)
     row = torch.where(torch.arange(16) < 8, 1e4, -1e4)[None, None]
     leaves = [t.requires_grad_() for t in (q, k, v, row)]
@@ -303,26 +303,28 @@ def test_causal_costs_half_of_full(monkeypatch, function):
 @pytest.mark.parametrize(
     ("backend", "arch", "dtype", "asked", "expected"),
     [
-        ("cuda", 90, torch.bfloat16, None, ("pair_scaled", "pair")),
-        ("cuda", 90, torch.float16, None, ("pair", "pair")),
-        ("cuda", 80, torch.bfloat16, "tanh", ("tanh", "tanh")),
-        ("cuda", 100, torch.bfloat16, None, ("halley_scaled", "halley")),
-        ("cuda", 100, torch.float16, "tanh", ("halley", "halley")),
-        ("cuda", 90, torch.float32, "tanh", ("rsqrt", "rsqrt")),
-        ("hip", "gfx942", torch.bfloat16, "tanh", ("rsqrt", "rsqrt")),
+        ("cuda", 90, torch.bfloat16, None, ("pair", 60)),
+        ("cuda", 90, torch.float16, None, ("pair", 15)),
+        ("cuda", 80, torch.bfloat16, "tanh", ("tanh", 0)),
+        ("cuda", 100, torch.bfloat16, None, ("halley", 60)),
+        ("cuda", 100, torch.float16, "tanh", ("halley", 15)),
+        ("cuda", 90, torch.float32, "tanh", ("rsqrt", 0)),
+        ("hip", "gfx942", torch.bfloat16, "tanh", ("rsqrt", 0)),
+        ("hip", "gfx942", torch.float16, None, ("rsqrt", 15)),
     ],
 )
 def test_form_of_the_sigmoid(monkeypatch, backend, arch, dtype, asked, expected):
     monkeypatch.setattr(tuning, "_target", lambda: (backend, arch))
     if asked:
         monkeypatch.setenv("HF_SIGMOID_FORM", asked)
-    assert tuple(tuning.form(kernel, dtype) for kernel in ("forward", "backward")) == expected
+    form = tuning.form(dtype)
+    assert (form, tuning.scale("sigmoid", dtype, form)) == expected
 
 
 def test_an_unknown_form_is_refused(monkeypatch):
     monkeypatch.setenv("HF_SIGMOID_FORM", "fast")
     with pytest.raises(ValueError, match="accurate or tanh, got 'fast'"):
-        tuning.form("forward", torch.bfloat16)
+        tuning.form(torch.bfloat16)
 
 
 @pytest.mark.parametrize("arch", [70, 80, 86, 89, 90, 100, 103, 120, "gfx90a", "gfx942"])
@@ -431,32 +433,151 @@ def test_backward_is_the_same_in_every_run():
         assert torch.equal(first[name], second[name]), name
 
 
+def weights_of_dropout(q, k, row, intervals, terms, options):
+    """Which weights [B, H, M, N] a call of the forward kernel keeps, read through unit values."""
+    B, G, N = k.shape[:3]
+    v = torch.eye(N).expand(B, G, N, N)
+    given, whole = (
+        flash.attention(q, k, v, row, intervals, *terms, *options, dropout, seed, False)[0]
+        for dropout, seed in (DROPOUT, (0.0, 0))
+    )
+    return given, whole
+
+
+DROPOUT = (0.3, 77)
+
+
 @FUNCTIONS
-def test_dropout_is_refused(function):
-    q, k, v, row, intervals = small()
-    with pytest.raises(ValueError, match="dropout"):
-        flash.attention(
-            q, k, v, row, intervals, None, None, None, None, function, 1.0, 0.0, 0.5, 0, False
-        )
+@pytest.mark.parametrize("every_term", [False, True])
+def test_dropout_is_one_mask_in_every_pass(monkeypatch, function, every_term):
+    """The output and every gradient are those of one mask of kept weights, times 1/(1 − p)."""
+    q, k, _, row, intervals = small(B=2, H=4, G=2, M=33, N=45, D=8)
+    v, direction = torch.randn(2, 2, 45, 12), torch.randn(2, 4, 33, 12)
+    terms, softcap = [None] * 4, 0.0
+    if every_term:
+        terms = [(torch.rand(2, 1, 33, 45) < 0.7).expand(2, 4, 33, 45), torch.randn(1, 4, 33, 45),
+                 torch.rand(2, 4), torch.randn(4) if function == "ssmax" else None]  # fmt: skip
+        softcap = 2.0
+    given, whole = weights_of_dropout(q, k, row, intervals, terms, (function, 0.3, softcap))
+    seen = whole > 0
+    kept = (given > 0) | ~seen
+    torch.testing.assert_close(given, torch.where(kept, whole / 0.7, 0.0))
+    share = (kept & seen).sum() / seen.sum()
+    assert abs(share - 0.7) < 4 * (0.3 * 0.7 / seen.sum()) ** 0.5
+
+    leaves = [t.requires_grad_() for t in (q, k, v, row)]
+    more = [t.requires_grad_() for t in terms if t is not None and t.is_floating_point()]
+    output = flash.attention(*leaves, intervals, *terms, function, 0.3, softcap, *DROPOUT, False)[0]
+    found = torch.autograd.grad(output, [*leaves, *more], direction)
+    columns = torch.arange(45)
+    shown = (columns >= intervals[..., :1]) & (columns < intervals[..., 1:])
+    options = {"scaling": 0.3, "visible": shown[:, None], "softcap": softcap or None}
+    if every_term:
+        options["visible"] = options["visible"] & terms[0]
+        options |= {"logit_bias": terms[1], "alibi_slopes": terms[2]}
+        if function == "ssmax":
+            options["sinks"] = terms[3]
+    name = "bias" if function == "sigmoid" else "multiplier"
+    plain = getattr(reference, f"{function}_attention")
+    weights = plain(q, k, v, **{name: row}, **options)[1]
+    expected = (weights * kept / 0.7) @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    right = torch.autograd.grad(expected, [*leaves, *more], direction)
+    for one, other in zip(found, right, strict=True):
+        assert (one - other).abs().max() <= 1e-4 * other.abs().max()
+
+
+@FUNCTIONS
+def test_dropout_draws_a_new_mask_each_time_from_torchs_generator(function):
+    q, k, v, *_ = small()
+    verb = getattr(functional, f"{function}_attention")
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append([verb(q, k, v, dropout=0.5, backend="triton") for _ in range(2)])
+    assert torch.equal(drawn[0][0], drawn[1][0]) and torch.equal(drawn[0][1], drawn[1][1])
+    assert not torch.equal(drawn[0][0], drawn[0][1])
+    assert not torch.equal(drawn[0][0], drawn[2][0])
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("log10", [-4, -3, 0, 3])
+@pytest.mark.parametrize("log2_n", [0, 10, 17, 20])
+def test_float16_keeps_small_weights_and_small_gradients(function, log2_n, log10):
+    """Weights of 1/n, and gradients that come in small or large: both are scaled for a product."""
+    q, k, v, row, intervals = small(M=20, N=37, D=16, V=16, dtype=torch.float16)
+    k, v = (torch.randn(1, 1, 37, 16).half() for _ in range(2))
+    row = torch.full_like(row, -log2_n * math.log(2) if function == "sigmoid" else 0.5)
+    direction = (torch.randn(1, 2, 20, 16) * 10.0**log10).half()
+    results = []
+    for dtype in (torch.float16, torch.float64):
+        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        output = call(function, *leaves, row.to(torch.promote_types(dtype, torch.float32)),
+                      intervals)[0]  # fmt: skip
+        gradients = torch.autograd.grad(output, leaves, direction.to(dtype))
+        results.append([x.double() for x in (output, *gradients)])
+    for name, found, exact in zip(("output", "dq", "dk", "dv"), *results, strict=True):
+        error = (found - exact).norm() / exact.norm()
+        # What the result's own dtype can hold of it, and a rounding or two of its terms.
+        stored = (exact.half().double() - exact).norm() / exact.norm()
+        assert error <= 2 * stored + 2.0**-10, (name, error)
+
+
+@FUNCTIONS
+def test_tiles_that_a_dense_mask_leaves_empty_are_not_visited(monkeypatch, function):
+    """Products of both passes are counted: those of the tiles that are seen, and no others."""
+    products = []
+    dot = InterpreterBuilder.create_dot
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_dot", lambda *args: products.append(1) or dot(*args)
+    )
+    monkeypatch.setattr(tuning, "tile", tiles(dict.fromkeys(SIZES, (16, 16)), delay=False))
+    q, k, v, row, _ = small(H=2, M=96, N=96)
+    everything = torch.tensor([0, 96], dtype=torch.int32).expand(1, 96, 2)
+    tile = torch.arange(96) // 16
+    mask = (tile[:, None] % 3 == tile % 3).expand(1, 2, 96, 96)  # 2 of 6 tiles a row
+    counts = []
+    for seen in (torch.ones_like(mask), mask):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        call(function, *leaves, row, everything, seen)[0].sum().backward()
+        counts.append(len(products))
+        products.clear()
+    assert counts[1] * 3 == counts[0]
 
 
 @pytest.mark.parametrize(
-    ("capability", "version", "path", "warns"),
-    [
-        ((9, 0), "3.8.0", None, True),
-        ((9, 0), "3.8.0", "/opt/ptxas", False),
-        ((9, 0), "3.9.0", None, False),
-        ((8, 0), "3.8.0", None, False),
-    ],
+    ("version", "waits"), [("12.8", True), ("12.9", True), ("13.3", False), ("13.4", False)]
 )
-def test_an_assembler_that_miscompiles_is_named(monkeypatch, capability, version, path, warns):
+def test_an_assembler_that_loses_registers_is_waited_for(monkeypatch, version, waits):
+    """On Hopper alone, where products run while the program goes on."""
+    monkeypatch.undo()
+    monkeypatch.setattr(tuning, "get_ptxas", lambda arch: SimpleNamespace(version=version))
+    tuning.keeps_registers.cache_clear()
+    for arch in (80, 90, 120):
+        monkeypatch.setattr(tuning, "_target", lambda arch=arch: ("cuda", arch))
+        for kernel in ("forward", "dq", "dkdv", "decode"):
+            tile = tuning.tile(kernel, "sigmoid", torch.bfloat16, 128, described=True)
+            assert tile.wait == (waits and arch == 90)
+            assert not (tile.wait and (tile.delay or tile.descriptors))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(triton, "__version__", version)
-    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
-    if path:
-        monkeypatch.setenv("TRITON_PTXAS_PATH", path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         tuning.warn_of_assembler()
-    assert ["ptxas" in str(warning.message) for warning in caught] == [True] * warns
+    assert [f"ptxas {version}" in str(warning.message) for warning in caught] == [True] * waits
+    tuning.keeps_registers.cache_clear()
+
+
+@FUNCTIONS
+def test_waiting_for_a_product_changes_no_bit(monkeypatch, function):
+    results = []
+    for wait in (False, True):
+        tile = tuning.Tile(16, 16, 4, 1, wait=wait)
+        monkeypatch.setattr(tuning, "tile", lambda *_, tile=tile, **__: tile)
+        torch.manual_seed(0)
+        *leaves, intervals = small(dtype=torch.bfloat16)
+        leaves = [t.requires_grad_() for t in leaves]
+        output = call(function, *leaves, intervals)[0]
+        results.append([output, *torch.autograd.grad(output.float().sum(), leaves)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

@@ -22,23 +22,25 @@ from hf_sigmoid.kernels.flash.tiles import (
     constants,
     head_ptr,
     load_intervals,
+    load_rows,
     row_ptrs,
     sigmoid_factor,
     sigmoid_offset,
-    sigmoid_unit,
     strided,
     unit,
 )
 
+MOST_PAIRS = 64  # of a query and a head of its group, in one tile
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["M", "N"])
 def _decode(
     q, k, v, row, intervals, mask, bias, slopes, partial, tops, totals,
     M, N, scaling, softcap,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, ACC: tl.constexpr,
-    INDEX: tl.constexpr,
+    FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr,
+    ACC: tl.constexpr, INDEX: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program writes the partial output of BLOCK_M pairs (query, head) and a share of keys."""
     R: tl.constexpr = H // G
@@ -63,9 +65,10 @@ def _decode(
     stop = tl.minimum(start + share, last)
 
     dims = tl.arange(0, BLOCK_D)
-    q_ptrs = row_ptrs(q, b, h, rows)[:, None] + dims.to(tl.int64)[None, :] * q.strides[3]
+    q_ptrs = head_ptr(q, b, h) + rows.to(tl.int64) * q.strides[2]
+    q_ptrs = q_ptrs[:, None] + dims.to(tl.int64)[None, :] * q.strides[3]
     q_tile = tl.load(q_ptrs, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
-    numbers = tl.load(row_ptrs(row, b, h, rows), mask=inside, other=0.0).to(ACC)
+    numbers = load_rows(row, b, h, rows, inside, H, M).to(ACC)
     slope = None
     if slopes is not None:
         slope = tl.load(head_ptr(slopes, b, h), mask=inside, other=0.0).to(ACC)[:, None]
@@ -87,39 +90,39 @@ def _decode(
         shown = n + local_n < stop
         s = scores(q_tile, k_ptr, k, n, local_n, shown, D, BLOCK_D)
         state = accumulate(state, s, n, shown, rows, lo, hi, factors, offsets, slope, v_ptr, v,
-                           mask, bias, place, V, BLOCK_V, True, FUNCTION, HAS_SOFTCAP, FORM,
-                           tops is not None)  # fmt: skip
+                           mask, bias, place, None, None, V, BLOCK_V, True, FUNCTION, HAS_SOFTCAP,
+                           FORM, SCALE, tops is not None, WAIT)  # fmt: skip
 
     acc, top, total = state
-    ptrs = row_ptrs(partial, b, h, rows) + split.to(tl.int64) * partial.strides[3]
+    # By row, then by share.
+    at = row_ptrs(0, b, h, rows, H, M) * splits + split
     dims = tl.arange(0, BLOCK_V)
     if FUNCTION == "sigmoid":
-        acc = acc * sigmoid_unit(FORM)
+        acc = acc * 2.0**-SCALE
         top += numbers
-        total = total * sigmoid_unit(FORM)
+        total = total * 2.0**-SCALE
     if tops is not None:
-        tl.store(row_ptrs(tops, b, h, rows) + split * tops.strides[3], top, mask=inside)
-        tl.store(row_ptrs(totals, b, h, rows) + split * totals.strides[3], total, mask=inside)
-    tl.store(ptrs[:, None] + dims[None, :], acc, mask=inside[:, None] & (dims < V)[None, :])
+        tl.store(tops + at, top, mask=inside)
+        tl.store(totals + at, total, mask=inside)
+    ptrs = partial + (at * V)[:, None] + dims[None, :]
+    tl.store(ptrs, acc, mask=inside[:, None] & (dims < V)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "splits"])
 def _combine(
     partial, tops, totals, sinks, o, lse, top_out, sum_out, M, splits,
-    H: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
-    SHARES: tl.constexpr, FUNCTION: tl.constexpr, ACC: tl.constexpr,
+    H: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    SHARES: tl.constexpr, FUNCTION: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program adds up the shares of one query of one head."""
-    m = tl.program_id(0) % M
-    h = tl.program_id(0) // M % H
-    b = tl.program_id(0) // M // H
+    row = tl.program_id(0)  # of all that there are, in the order of [B, H, M]
+    first = row.to(tl.int64) * splits
     dims = tl.arange(0, BLOCK_V)
+    h = row // M % H
     if tops is not None:
-        share = tl.arange(0, BLOCK_S)
-        tops_ptr, totals_ptr = row_ptrs(tops, b, h, m), row_ptrs(totals, b, h, m)
-        largest = tl.load(tops_ptr + share * tops.strides[3], mask=share < splits,
-                          other=-float("inf"))  # fmt: skip
-        total = tl.load(totals_ptr + share * totals.strides[3], mask=share < splits, other=0.0)
+        share = tl.arange(0, MOST_SPLITS)
+        largest = tl.load(tops + first + share, mask=share < splits, other=-float("inf"))
+        total = tl.load(totals + first + share, mask=share < splits, other=0.0)
         top = tl.max(largest, 0)
         shift = tl.where(top == -float("inf"), 0.0, top)
     if FUNCTION == "ssmax":
@@ -127,33 +130,38 @@ def _combine(
         sink = None
         if sinks is not None:
             sink = tl.load(sinks.ptr + h * sinks.strides[0]).to(ACC) * LOG2E
-        end, shrink, whole = normalize(top, total, sink)
-        tl.store(row_ptrs(lse, b, h, m), (end + tl.log2(whole)) * LN2)
+        end, shrink, whole = normalize(top, total, sink, SCALE)
+        tl.store(lse + row, (end + tl.log2(whole) - SCALE) * LN2)
     if top_out is not None:
         if FUNCTION == "ssmax":
-            tl.store(row_ptrs(top_out, b, h, m), top * LN2)
-            tl.store(row_ptrs(sum_out, b, h, m), total * shrink / whole)
+            tl.store(top_out + row, top * LN2)
+            tl.store(sum_out + row, total * shrink / whole)
         else:
-            tl.store(row_ptrs(top_out, b, h, m), top)
-            tl.store(row_ptrs(sum_out, b, h, m), tl.sum(total, 0))
+            tl.store(top_out + row, top)
+            tl.store(sum_out + row, tl.sum(total, 0))
     acc = tl.zeros([BLOCK_V], ACC)
     for s in tl.range(0, splits, SHARES):
         each = s + tl.arange(0, SHARES)
-        ptrs = row_ptrs(partial, b, h, m) + each[:, None] * partial.strides[3] + dims[None, :]
+        ptrs = partial + (first + each)[:, None] * V + dims[None, :]
         parts = tl.load(ptrs, mask=(each < splits)[:, None] & (dims < V)[None, :], other=0.0)
         if FUNCTION == "ssmax":
-            tops_of = tl.load(tops_ptr + each * tops.strides[3], mask=each < splits,
-                              other=-float("inf"))  # fmt: skip
+            tops_of = tl.load(tops + first + each, mask=each < splits, other=-float("inf"))
             parts = parts * (tl.exp2(tops_of - shift) * (shrink / whole))[:, None]
         acc += tl.sum(parts, 0)
-    o_ptrs = row_ptrs(o, b, h, m) + dims.to(tl.int64) * o.strides[3]
-    tl.store(o_ptrs, acc.to(o.ptr.dtype.element_ty), mask=dims < V)
+    o_ptr = head_ptr(o, row // M // H, h) + (row % M).to(tl.int64) * o.strides[2]
+    tl.store(o_ptr + dims * o.strides[3], acc.to(o.ptr.dtype.element_ty), mask=dims < V)
 
 
-def serves(query: Tensor, key: Tensor) -> bool:
-    """Few queries a sequence: the forward kernel would leave most of a GPU idle."""
-    M, N = query.shape[2], key.shape[2]
-    return M <= 64 and N >= 8 * M and N >= tuning.LEAST_KEYS_TO_SPLIT
+def serves(query: Tensor, value: Tensor, function: str) -> bool:
+    """Few programs for many keys: the forward kernel would leave most of a GPU idle."""
+    B, H, M, D = query.shape
+    N, V = value.shape[2:]
+    if N < 8 * M or N < tuning.LEAST_KEYS_TO_SPLIT:
+        return False
+    if M * (H // value.shape[1]) <= MOST_PAIRS:
+        return True
+    block_m = tuning.tile("forward", function, query.dtype, max(D, V)).block_m
+    return 2 * triton.cdiv(M, block_m) * B * H <= tuning.multiprocessors()
 
 
 def decode(
@@ -178,7 +186,7 @@ def decode(
     B, H, M, D = query.shape
     G, N, V = value.shape[1:]
     pairs = M * (H // G)
-    block_m = min(64, max(16, triton.next_power_of_2(pairs)))
+    block_m = min(MOST_PAIRS, max(16, triton.next_power_of_2(pairs)))
     tile = tuning.tile("decode", function, query.dtype, max(D, V))
     programs = triton.cdiv(pairs, block_m) * G * B
     splits = tuning.splits(programs, triton.cdiv(N, tile.block_n))
@@ -187,19 +195,19 @@ def decode(
     if function == "ssmax" or max_logit is not None:
         tops, totals = row.new_empty(2, B, H, M, splits)
     shared = constants(query, key, value, function, softcap)
+    form = tuning.form(query.dtype)
+    scale = tuning.scale(function, query.dtype, form)
     _decode[(programs, splits)](
-        strided(query), strided(key), strided(value), strided(row), strided(intervals),
-        strided(mask), strided(logit_bias), strided(alibi_slopes),
-        strided(partial), strided(tops), strided(totals),
+        strided(query), strided(key), strided(value), row, intervals,
+        strided(mask), strided(logit_bias), strided(alibi_slopes), partial, tops, totals,
         M, N, scaling, softcap,
-        **shared, BLOCK_M=block_m, BLOCK_N=tile.block_n,
-        FORM=tuning.form("forward", query.dtype),
+        **shared, BLOCK_M=block_m, BLOCK_N=tile.block_n, FORM=form, SCALE=scale,
+        WAIT=tile.wait,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     _combine[(B * H * M,)](
-        strided(partial), strided(tops), strided(totals), strided(sinks), strided(output),
-        strided(log_sum_exp) if function == "ssmax" else None,
-        strided(max_logit), strided(weight_sum), M, splits,
-        H=H, V=V, BLOCK_V=shared["BLOCK_V"], BLOCK_S=triton.next_power_of_2(splits),
-        SHARES=16, FUNCTION=function, ACC=shared["ACC"],
+        partial, tops, totals, strided(sinks), strided(output),
+        log_sum_exp if function == "ssmax" else None, max_logit, weight_sum, M, splits,
+        H=H, V=V, BLOCK_V=shared["BLOCK_V"], MOST_SPLITS=tuning.MOST_SPLITS,
+        SHARES=16, FUNCTION=function, SCALE=scale, ACC=shared["ACC"],
     )  # fmt: skip

@@ -27,19 +27,24 @@ def forward(
     statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp and statistics; the contract is `hf_sigmoid.ops.define`'s."""
-    _refuse_dropout(dropout)
     B, H, M, _ = query.shape
+    row, intervals = row.contiguous(), intervals.contiguous()
+    if logit_bias is not None:
+        logit_bias = logit_bias.expand(B, H, M, key.shape[2])
     output = empty_output(query, value)
     log_sum_exp = row.new_empty(B, H, M) if function == "ssmax" else row.new_empty(0)
     max_logit = weight_sum = None
     if statistics:
         max_logit, weight_sum = row.new_empty(B, H, M), row.new_empty(B, H, M)
     if B * H * M:
-        launch = decode.decode if decode.serves(query, key) else prefill
+        inputs = (query, key, value, row, intervals, mask, logit_bias, alibi_slopes, sinks,
+                  function, scaling, softcap)  # fmt: skip
+        results = (output, log_sum_exp, max_logit, weight_sum)
         with torch.cuda.device_of(query):
-            launch(query, key, value, row, intervals, mask, logit_bias, alibi_slopes, sinks,
-                   function, scaling, softcap, output, log_sum_exp, max_logit,
-                   weight_sum)  # fmt: skip
+            if not dropout and decode.serves(query, value, function):
+                decode.decode(*inputs, *results)
+            else:
+                prefill(*inputs, dropout, seed, *results)
     if not statistics:
         max_logit, weight_sum = row.new_empty(0), row.new_empty(0)
     return output, log_sum_exp, max_logit, weight_sum
@@ -47,15 +52,8 @@ def forward(
 
 def backward(grad_output, output, log_sum_exp, wants_logit_bias, *inputs):
     """Gradients; the contract is `hf_sigmoid.ops.define`'s."""
-    *inputs, dropout, _seed = inputs
-    _refuse_dropout(dropout)
     with torch.cuda.device_of(grad_output):
         return _backward(grad_output, output, log_sum_exp, wants_logit_bias, *inputs)
-
-
-def _refuse_dropout(dropout: float) -> None:
-    if dropout:
-        raise ValueError(f"the Triton kernels have no dropout: expected dropout=0.0, got {dropout}")
 
 
 attention = define("flash", forward, backward)

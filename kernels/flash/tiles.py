@@ -20,6 +20,10 @@ WIDE_OFFSETS = 1 << 31
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+# Ten is the generator's own number, seven the least that passes its authors' tests of randomness
+# (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+PHILOX_ROUNDS = tl.constexpr(7)
+
 
 class Strided(NamedTuple):
     """A tensor as a kernel sees it: one argument, any strides (0 where it is expanded)."""
@@ -143,27 +147,33 @@ def score_ptrs(x, b, h, rows, cols):
 
 
 @triton.jit
-def row_ptrs(x, b, h, rows):
-    """Addresses of rows of a [B, H, M] tensor."""
-    return head_ptr(x, b, h) + rows.to(tl.int64) * x.strides[2]
+def row_ptrs(x, b, h, rows, H: tl.constexpr, M):
+    """Addresses of rows of a contiguous [B, H, M] tensor.
+
+    A tensor by row has no strides of its own: they would depend on M, and Triton would compile a
+    kernel for each kind of M.
+    """
+    return x + (b.to(tl.int64) * H + h) * M + rows
 
 
 @triton.jit
-def load_rows(x, b, h, rows, shown):
-    """Rows of a [B, H, M] tensor; 0 where not `shown` (None: all)."""
+def load_rows(x, b, h, rows, shown, H: tl.constexpr, M):
+    """Rows of a contiguous [B, H, M] tensor; 0 where not `shown` (None: all)."""
     if shown is None:
-        return tl.load(row_ptrs(x, b, h, rows))
+        return tl.load(row_ptrs(x, b, h, rows, H, M))
     else:
-        return tl.load(row_ptrs(x, b, h, rows), mask=shown, other=0.0)
+        return tl.load(row_ptrs(x, b, h, rows, H, M), mask=shown, other=0.0)
 
 
 @triton.jit
 def load_intervals(intervals, b, rows, M, N):
-    """The keys [lo, hi) that each row sees, within [0, N); rows from M on see nothing."""
-    ptrs = intervals.ptr + b.to(tl.int64) * intervals.strides[0]
-    ptrs += rows.to(tl.int64) * intervals.strides[1]
+    """The keys [lo, hi) that each row sees, within [0, N); rows from M on see nothing.
+
+    Of a contiguous [B, M, 2] tensor.
+    """
+    ptrs = intervals + (b.to(tl.int64) * M + rows) * 2
     lo = tl.load(ptrs, mask=rows < M, other=0)
-    hi = tl.load(ptrs + intervals.strides[2], mask=rows < M, other=0)
+    hi = tl.load(ptrs + 1, mask=rows < M, other=0)
     lo = tl.maximum(lo, 0)
     return lo, tl.maximum(tl.minimum(hi, N), lo)
 
@@ -189,15 +199,32 @@ def split_range(first, last, all_first, all_last, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def visible(lo, hi, mask, b, h, rows, cols, M, N):
-    """The elements of a tile that take part."""
+def visible(lo, hi, mask, b, h, rows, cols, shown):
+    """The elements of a tile that take part; `shown` (None: all) are those that a bias leaves."""
     # One comparison: below lo the difference wraps around; hi is not below lo.
     past_lo = (cols - lo).to(tl.int32).to(tl.uint32, bitcast=True)
     keep = past_lo < (hi - lo).to(tl.uint32, bitcast=True)
     if mask is not None:
-        inside = (rows < M) & (cols < N)
-        keep = keep & (tl.load(score_ptrs(mask, b, h, rows, cols), mask=inside, other=0) != 0)
+        keep = keep & (tl.load(score_ptrs(mask, b, h, rows, cols), mask=keep, other=0) != 0)
+    if shown is not None:
+        keep = keep & shown
     return keep
+
+
+@triton.jit
+def kept(dropout, seed, b, h, rows, cols):
+    """The elements of a tile that dropout keeps: a function of seed and place, in either pass."""
+    place = rows * 0 + cols * 0 + h * 0
+    bits, _, _, _ = tl.philox(
+        seed,
+        (place + cols).to(tl.uint32),
+        (place + rows).to(tl.uint32),
+        (place + h).to(tl.uint32),
+        (place + b).to(tl.uint32),
+        PHILOX_ROUNDS,
+    )
+    # 24 bits, which float32 holds exactly.
+    return (bits >> 8).to(tl.float32) * 2.0**-24 >= dropout
 
 
 @triton.jit
@@ -235,7 +262,7 @@ def tanh(x):
 def logits(s, bias, slope, b, h, rows, cols, M, N, scaling, softcap, HAS_SOFTCAP: tl.constexpr):
     """z of raw scores s = q·k, in units of `unit`, and ∂z/∂(τs).
 
-    `slope` is None without ALiBi.
+    `slope` is None without ALiBi. z is −∞ where the bias hides, and there alone.
     """
     z = s
     dcap = 1.0
@@ -263,11 +290,12 @@ def unit(bias, slopes, scaling, HAS_SOFTCAP: tl.constexpr):
         return scaling
 
 
-# The forms of σ. The scaled ones return σ·2^60, which a sum over keys may keep until its end.
+# The forms of σ. All return σ·2^SCALE, which a sum over keys may keep until its end.
 
 
-def _pair(unscale: str) -> tl.constexpr:
-    """PTX of two σ with one reciprocal."""
+def _pair(scale: int) -> tl.constexpr:
+    """PTX of two σ·2^scale with one reciprocal."""
+    unscale = "" if scale == 60 else f"mul.f32 m, m, 0f{67 + scale << 23:08X};"  # 2^(scale − 60)
     return tl.constexpr(f"""{{
         .reg .f32 a, b, m;
         add.sat.f32 a, $2, 0f21800000;
@@ -280,8 +308,7 @@ def _pair(unscale: str) -> tl.constexpr:
         }}""")
 
 
-PAIR = _pair("mul.f32 m, m, 0f21800000;")
-PAIR_SCALED = _pair("")
+PAIR_0, PAIR_15, PAIR_60 = _pair(0), _pair(15), _pair(60)
 
 
 @triton.jit
@@ -302,14 +329,8 @@ def sigmoid_offset(row, FORM: tl.constexpr):
 
 
 @triton.jit
-def sigmoid_unit(FORM: tl.constexpr):
-    """The factor that `sigmoid` has to be multiplied by."""
-    return 2.0**-60 if FORM == "pair_scaled" or FORM == "halley_scaled" else 1.0
-
-
-@triton.jit
-def sigmoid(x, FORM: tl.constexpr):
-    """σ(z + b) with x = sigmoid_factor·z + sigmoid_offset(b); times 2^60 in the scaled forms.
+def sigmoid(x, FORM: tl.constexpr, SCALE: tl.constexpr):
+    """2^SCALE σ(z + b) with x = sigmoid_factor·z + sigmoid_offset(b); SCALE is 0, 15 or 60.
 
     rsqrt: x = −(z + b) log₂e; 1/(1 + 2^x) is the square of a reciprocal root.
     pair: x comes 60 lower; a = min(1, 2^x + 2^-60) is (1 + e)·2^-60, and two neighbours share one
@@ -319,15 +340,16 @@ def sigmoid(x, FORM: tl.constexpr):
     tanh: x = (z + b)/2; (1 + tanh x)/2 by tanh.approx, whose error is absolute: see tuning.form.
     """
     if FORM == "rsqrt":
-        return reciprocal(1.0 + tl.exp2(x))
+        r = tl.rsqrt(1.0 + tl.exp2(x))
+        return r * r if SCALE == 0 else (r * 2.0**SCALE) * r
     elif FORM == "tanh":
         t = tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-        return tl.fma(t, 0.5, 0.5)
-    elif FORM == "pair" or FORM == "pair_scaled":
+        return tl.fma(t, 2.0 ** (SCALE - 1), 2.0 ** (SCALE - 1))
+    elif FORM == "pair":
         return tl.inline_asm_elementwise(
-            PAIR if FORM == "pair" else PAIR_SCALED,
+            PAIR_0 if SCALE == 0 else (PAIR_15 if SCALE == 15 else PAIR_60),
             "=f,=f,f,f",
             [tl.exp2(x)],
             dtype=tl.float32,
@@ -335,7 +357,7 @@ def sigmoid(x, FORM: tl.constexpr):
             pack=2,
         )
     else:
-        tl.static_assert(FORM == "halley" or FORM == "halley_scaled")
+        tl.static_assert(FORM == "halley")
         a = tl.inline_asm_elementwise(
             "add.sat.f32 $0, $1, 0f21800000;",
             "=f,f",
@@ -347,8 +369,8 @@ def sigmoid(x, FORM: tl.constexpr):
         y = (0x7EF311C7 - a.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
         h = tl.fma(-a, y, 1.0)
         h = tl.fma(h, h, h)
-        if FORM == "halley":
-            y = y * 2.0**-60
+        if SCALE != 60:
+            y = y * 2.0 ** (SCALE - 60)
         return tl.fma(y, h, y)
 
 
@@ -356,3 +378,18 @@ def sigmoid(x, FORM: tl.constexpr):
 def dot(a, b, acc):
     """a @ b + acc (None: 0), without tf32."""
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def dot_of_weights(a, b, acc, WAIT: tl.constexpr):
+    """`dot` with a left operand that was computed in registers.
+
+    On Hopper it runs while the program goes on, and an assembler before CUDA 13.3 may reuse those
+    registers before they are read. WAIT has the program wait for it: the result is used at once.
+    """
+    acc = dot(a, b, acc)
+    if WAIT:
+        acc = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [acc], dtype=acc.dtype, is_pure=True, pack=1
+        )
+    return acc

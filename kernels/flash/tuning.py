@@ -15,6 +15,7 @@ import torch
 import triton
 from packaging.version import Version
 from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 
 
@@ -25,7 +26,8 @@ class Tile(NamedTuple):
     tiles that need no mask (of the one loop that there is, where a call has a mask); stages of the
     loop over the few tiles at the edges; whether a tile's product with its values is delayed until
     the next one's activation can run under it, whether its weights wait for that packed, in the
-    inputs' 16 bits, or in 32, and whether the delayed loop reads by descriptors.
+    inputs' 16 bits, or in 32, and whether the delayed loop reads by descriptors; whether a product
+    of weights is waited for at once (`tiles.dot_of_weights`).
     """
 
     block_m: int
@@ -36,6 +38,7 @@ class Tile(NamedTuple):
     delay: bool = False
     packed: bool = False
     descriptors: bool = False
+    wait: bool = False
 
 
 # By kernel, or by kernel and function, and by the larger head dim, up to and including the key.
@@ -89,6 +92,9 @@ HOPPER = HALF | {
     ("dq", "terms"): HALF["dq"] | {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
     "dkdv": HALF["dkdv"] | {128: Tile(32, 128, 8, 2)},
 }
+# Until 3.9 Triton needs more registers there: 60 to 230 bytes spilled.
+if Version(triton.__version__) < Version("3.9"):
+    HOPPER["dkdv"] = HOPPER["dkdv"] | {128: Tile(16, 128, 8, 2)}
 # Accumulators lie in tensor memory, and pass through registers a few columns at a time.
 BLACKWELL = HALF | {
     "forward": HALF["forward"] | {64: Tile(128, 128, 8, 2), 128: Tile(128, 128, 8, 2)},
@@ -116,6 +122,11 @@ TABLES = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL, "gfx942": CDNA
 LEAST_KEYS_TO_SPLIT = 256
 # A share of keys is at least so many tiles, or its partial result costs more than it saves.
 LEAST_TILES_OF_A_SPLIT = 2
+MOST_SPLITS = 128  # shares that `_combine` reads at once
+
+# float16 weights are multiplied by 2^15, which is what it can hold of a weight of 1. Then weights
+# down to 2^-29 are normal numbers, and half of one is lost below 2^-39.
+HALF_SCALE = 15
 
 
 def tile(
@@ -144,23 +155,47 @@ def tile(
     for name in names:
         for limit, sizes in table.get(name, {}).items():
             if dim <= limit:
+                if table is HOPPER and not keeps_registers():
+                    return sizes._replace(delay=False, packed=False, descriptors=False, wait=True)
                 return sizes
     raise ValueError(f"no tile for {kernel} with head dims of {dim}")
 
 
+@functools.lru_cache(maxsize=1024)
 def splits(programs: int, key_tiles: int) -> int:
-    """Into how many shares decoding splits its keys: about two programs a multiprocessor."""
-    wanted = triton.cdiv(2 * _multiprocessors(), programs)
-    return max(1, min(wanted, 128, key_tiles // LEAST_TILES_OF_A_SPLIT))
+    """Into how many shares decoding splits its keys.
+
+    Programs run in waves of two a multiprocessor, and each takes as long as its share. So the time
+    is waves x tiles of a share; the fewest shares of those that are within 2 % of the least.
+    """
+    slots = 2 * multiprocessors()
+
+    def time(shares: int) -> int:
+        return triton.cdiv(programs * shares, slots) * triton.cdiv(key_tiles, shares)
+
+    most = max(1, min(MOST_SPLITS, key_tiles // LEAST_TILES_OF_A_SPLIT))
+    least = min(time(shares) for shares in range(1, most + 1))
+    return next(shares for shares in range(1, most + 1) if time(shares) <= 1.02 * least)
 
 
-def form(kernel: str, dtype: torch.dtype) -> str:
+def parts(programs: int, heads: int) -> int:
+    """Into how many parts the dk-dv kernel splits the query heads of a group.
+
+    One, unless its programs leave multiprocessors idle; then the fewest that do not, of those that
+    divide the heads.
+    """
+    divisors = [part for part in range(1, heads + 1) if heads % part == 0]
+    enough = [part for part in divisors if programs * part >= multiprocessors()]
+    return enough[0] if enough else heads
+
+
+def form(dtype: torch.dtype) -> str:
     """The form of σ (`tiles.sigmoid`): accurate ones by default, by what the GPU is short of.
 
     float32 inputs, AMD and the interpreter take "rsqrt": the error of the others would show in
     float32, and on AMD inline PTX compiles without an error and is missing from the code. 16-bit
     inputs take "pair" on NVIDIA GPUs, and on sm_100 and sm_103, where special functions bind and
-    float32 products come two at a time, "halley". bfloat16 outputs are summed in units of 2^-60.
+    float32 products come two at a time, "halley".
 
     HF_SIGMOID_FORM=tanh takes tanh.approx where "pair" is the accurate one, with two thirds of its
     special functions. Its error is absolute: PTX allows one that is half of a weight of 1/2048. Use
@@ -173,24 +208,42 @@ def form(kernel: str, dtype: torch.dtype) -> str:
     if dtype.itemsize != 2 or backend != "cuda":
         return "rsqrt"
     accurate = "halley" if arch in (100, 103) else "pair"
-    if asked == "tanh" and accurate == "pair":
-        return "tanh"
-    return f"{accurate}_scaled" if kernel == "forward" and dtype == torch.bfloat16 else accurate
+    return "tanh" if asked == "tanh" and accurate == "pair" else accurate
+
+
+def scale(function: str, dtype: torch.dtype, form: str) -> int:
+    """Power of two by which weights are multiplied before their product with values.
+
+    float16 has no small numbers: weights of sigmoid are of size 1/n. bfloat16 has float32's range,
+    and two forms of σ give its multiple for less than itself.
+    """
+    if dtype == torch.float16:
+        return HALF_SCALE
+    scaled = function == "sigmoid" and dtype == torch.bfloat16 and form in ("pair", "halley")
+    return 60 if scaled else 0
+
+
+@functools.cache
+def keeps_registers() -> bool:
+    """Does the assembler for Hopper keep the registers that an asynchronous product reads?
+
+    Before CUDA 13.3 it may use them again before they are read, and the product is wrong
+    (triton-lang/triton pull request 11781). Triton 3.9 has a later one; before it
+    TRITON_PTXAS_PATH can name one.
+    """
+    return Version(get_ptxas(90).version) >= Version("13.3")
 
 
 def warn_of_assembler() -> None:
-    """On Hopper, say that the assembler in Triton before 3.9 may corrupt results.
-
-    Its ptxas is older than 13.3 and can reuse the registers of a warp-group matrix product
-    before they are read (triton-lang/triton issue 11781); every attention kernel has some.
-    """
+    """On Hopper, say that an old assembler costs speed: its products are waited for at once."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return
-    if Version(triton.__version__) < Version("3.9") and "TRITON_PTXAS_PATH" not in os.environ:
+    if not keeps_registers():
         warnings.warn(
-            f"Triton {triton.__version__} assembles for Hopper with a ptxas that is known to "
-            "miscompile matrix products: install triton>=3.9, or set TRITON_PTXAS_PATH to a ptxas "
-            "of CUDA 13.3 or newer, and compare with backend='reference' before you trust a result",
+            f"Triton {triton.__version__} assembles for Hopper with ptxas {get_ptxas(90).version}, "
+            "which can corrupt asynchronous matrix products: the kernels wait for each of them. "
+            "For full speed install triton>=3.9, or set TRITON_PTXAS_PATH to a ptxas of CUDA 13.3 "
+            "or newer",
             stacklevel=2,
         )
 
@@ -203,7 +256,7 @@ def _target() -> tuple[str, int | str]:
     return target.backend, target.arch
 
 
-def _multiprocessors() -> int:
+def multiprocessors() -> int:
     """The number on the current device; an H100's where there is none."""
     if not torch.cuda.is_available():
         return 132

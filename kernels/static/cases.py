@@ -18,7 +18,7 @@ PLAIN = [f"{dtype} {D}{extra}" for extra in ("", " decode") for D in (64, 128) f
 PLAIN = [case for case in PLAIN if "fp32" not in case] + ["bf16 64 tanh"]
 # What must compile and fit into shared memory, whatever it spills.
 OTHER = ["bf16 96/40 terms", "fp16 64 terms", "fp32 64 terms", "fp32 128 terms"]
-OTHER += ["bf16 256", "fp32 256", "bf16 128 statistics"]
+OTHER += ["bf16 256", "fp32 256", "bf16 128 statistics", "bf16 64 mask dropout"]
 # On sm_90, whose copy engine does not read an expanded key.
 EXPANDED = "sigmoid bf16 128 expanded"
 # Where the table has rows for calls with terms: what takes the most shared memory.
@@ -57,18 +57,20 @@ def call(case: str) -> None:
     intervals = torch.zeros(B, M, 2, dtype=torch.int32)
     os.environ["HF_SIGMOID_FORM"] = "tanh" if "tanh" in special else "accurate"
     if "terms" in special:
-        special += ["logit_bias", "alibi", "sinks", "softcap"]
+        special += ["mask", "logit_bias", "alibi", "sinks", "softcap"]
     mask = logit_bias = alibi_slopes = sinks = None
-    if "logit_bias" in special:  # the verbs say with a mask where it is −inf
+    if "mask" in special:
         mask = torch.zeros(B, 1, M, N, dtype=torch.bool).expand(B, H, M, N)
-        logit_bias = torch.zeros(1, H, M, N, requires_grad=True).expand(B, H, M, N)
+    if "logit_bias" in special:
+        logit_bias = torch.zeros(1, H, M, N, requires_grad=True)
     if "alibi" in special:
         alibi_slopes = torch.zeros(H).expand(B, H)
     if "sinks" in special and function == "ssmax":
         sinks = torch.zeros(H)
     softcap = 30.0 if "softcap" in special else 0.0
     terms = (mask, logit_bias, alibi_slopes, sinks)
-    arguments = (q, k, v, row, intervals, *terms, function, D**-0.5, softcap, 0.0, 0)
+    dropout = 0.1 if "dropout" in special else 0.0
+    arguments = (q, k, v, row, intervals, *terms, function, D**-0.5, softcap, dropout, 0)
     output, *_ = attention(*arguments, "statistics" in special)
     if "decode" not in special:
         output.backward(torch.zeros_like(output))

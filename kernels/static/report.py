@@ -98,7 +98,10 @@ def report(job: tuple[str, str, list[str], str | None]) -> list[Row]:
         try:
             with contextlib.redirect_stdout(log):
                 compiled = kernel.warmup(*args, grid=grid, **options)
-            measure(row, compiled, log.getvalue(), folder)
+            if log.getvalue() or "cubin" not in compiled.asm:
+                measure(row, compiled, log.getvalue(), folder)
+            else:  # compiled for an earlier launch of this call
+                rows.pop()
         except Exception as error:
             row.error = f"{type(error).__name__}: {error}".splitlines()[0]
 
