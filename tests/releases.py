@@ -8,7 +8,7 @@ import torch
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from hf_sigmoid.compat import BATCHES_ANY_FUNCTION, RELEASE, TESTED
+from hf_sigmoid.compat import RELEASE, TESTED
 
 IS_NEWEST = Version(TESTED["transformers"][1]) <= RELEASE  # there nothing may lack
 
@@ -56,9 +56,3 @@ def skip_unless_exported(function: str) -> None:
     """
     if function == "ssmax" and Version(torch.__version__) < Version("2.13"):
         pytest.skip(f"torch {torch.__version__} exports no grouped softmax of any length")
-
-
-needs_batching = pytest.mark.skipif(
-    not BATCHES_ANY_FUNCTION,
-    reason=f"transformers {RELEASE} batches continuously with kernels of its own",
-)

@@ -336,6 +336,8 @@ def test_offloaded_weights_are_converted_and_all_written(sources, tmp_path, kind
     with releases.skip_if_broken("it leaves all of this model in memory"):
         assert "disk" in model.hf_device_map.values()
     assert any(p.is_meta for p in model.parameters())
+    with releases.skip_if_broken("it does not save this model from the disk"):
+        model.save_pretrained(tmp_path / "softmax")
     options = {"init": "calibrated-query", **SMALL}
     whole = convert(source, tmp_path / "whole", "sigmoid", **options)
     parts = convert(source, tmp_path / "parts", "sigmoid", **spread, **options)

@@ -249,6 +249,13 @@ def test_lengths_by_kind_of_layer_are_those_of_the_layer():
         "sigmoid", module, q, q, q, None, cu_seq_lens_k=ends, **options
     )
     assert torch.equal(ours, right)
+    plain = torch.nn.Module()  # the second layer of a model that has one kind
+    plain.config, plain.layer_idx = type("Config", (), {})(), 1
+    given["full_attention"] = ends
+    ours, _ = registration.attention(
+        "sigmoid", plain, q, q, q, None, cu_seq_lens_k=given, **options
+    )
+    assert torch.equal(ours, right)
     module.layer_type = "chunked_attention"
     with pytest.raises(ValueError, match="continuous batching is not supported"):
         registration.attention("sigmoid", module, q, q, q, None, cu_seq_lens_k=given, **options)

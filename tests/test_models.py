@@ -14,7 +14,7 @@ from transformers import (
 
 import hf_sigmoid
 from hf_sigmoid import functional, masks, reference, registration
-from hf_sigmoid.compat import CACHE, recompute_activations
+from hf_sigmoid.compat import BATCHES_ANY_FUNCTION, CACHE, recompute_activations
 
 FUNCTIONS = ("sigmoid", "ssmax")
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # float32 sums in another order, through two layers
@@ -364,15 +364,19 @@ def test_an_exported_model_takes_other_lengths(family, function, strict):
     torch.testing.assert_close(found, tiny_models.output(model, **given), **TOLERANCE)
 
 
-@releases.needs_batching
 @every_function
-def test_continuous_batching_equals_generate(function):
+def test_continuous_batching_equals_generate_or_is_refused(function):
     from transformers import GenerationConfig
 
     model = tiny_models.converted("llama", function)
     prompts = [[5, 6, 7, 8], [9, 10, 11], [20, 21]]
     config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batched = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+    given = {"inputs": prompts, "generation_config": config, "progress_bar": False}
+    if not BATCHES_ANY_FUNCTION:
+        with pytest.raises(hf_sigmoid.Unsupported, match=rf"continuous batching .* {function}"):
+            model.generate_batch(**given)
+        return
+    batched = model.generate_batch(**given)
     for result, prompt in zip(batched.values(), prompts, strict=True):
         options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         alone = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
