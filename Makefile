@@ -39,7 +39,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# The lowest and the newest transformers and torch that pyproject.toml allows, each in a fresh environment.
+# Every test on the lowest releases, on a GPU machine's and on the newest, each in a fresh environment.
 test-versions:
 	tests/versions.sh
 

@@ -67,6 +67,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name not in self.waiting:
             return
         self.waiting.discard(name)
+        if name.startswith("transformers."):  # first: of an old one our modules import too much
+            importlib.import_module("hf_sigmoid.compat").check_transformers()
         module, function = HOOKS[name]
         install = getattr(importlib.import_module(module), function, None)
         if install is not None:  # else that import is itself what loaded `name`, and goes on

@@ -184,8 +184,8 @@ def _of_layer(lengths: dict[str, Tensor], module: nn.Module, function: str) -> T
     """
     kind = getattr(module, "layer_type", None)
     if kind is None:
-        kinds = getattr(module.config, "layer_types", None) or ["full_attention"]
-        kind = kinds[getattr(module, "layer_idx", 0) or 0]
+        kinds = getattr(module.config, "layer_types", None)
+        kind = kinds[getattr(module, "layer_idx", 0) or 0] if kinds else "full_attention"
     if kind not in lengths:
         raise Unsupported(
             f"{function}: {type(module).__name__} gets lengths (cu_seq_lens_k) of layers of kinds "

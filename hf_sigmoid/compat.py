@@ -9,8 +9,8 @@ from typing import Any
 import transformers
 from packaging.version import Version
 
-# The releases on which the whole test suite passes (`make test-versions`): lowest and newest.
-TESTED = {"transformers": ("5.24", "5.24"), "torch": ("2.13", "2.14")}
+# The lowest and the newest release that tests were run on; README says which tests, and between them.
+TESTED = {"transformers": ("5.4", "5.24"), "torch": ("2.10", "2.14")}
 LOWEST = "5.4"  # of transformers: before it the methods that we wrap are others
 
 RELEASE = Version(transformers.__version__)
@@ -19,9 +19,13 @@ RELEASE = Version(transformers.__version__)
 # Ends with 5.24, where it is "cache".
 CACHE = "cache" if Version("5.24") <= RELEASE else "past_key_values"
 
-# Continuous batching calls whatever attention function a model has. Until 5.19 it calls paged ones,
-# which fill its cache themselves. Ends with 5.19.
-BATCHES_ANY_FUNCTION = Version("5.19") <= RELEASE
+# Continuous batching calls whatever attention function a model has. Until 5.24 it needs paged ones,
+# which fill its cache themselves: any other sees the new tokens only. Ends with 5.24.
+BATCHES_ANY_FUNCTION = Version("5.24") <= RELEASE
+
+# Until 5.20 set_attn_implementation knows a part that was given its own config by the config's
+# class, so it passes over copies (the stacks of T5). Ends with 5.20.
+_PASSES_OVER_COPIES = Version("5.20") > RELEASE
 
 
 def check_transformers() -> None:
@@ -46,6 +50,22 @@ def warn_of_untested() -> None:
                 "run its tests first",
                 stacklevel=5,
             )
+
+
+def set_copies(model: Any, function: str) -> None:
+    """Let the parts of a model that have copies of its config run the function, too. Until 5.20."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    from hf_sigmoid import replace_attention
+
+    if not _PASSES_OVER_COPIES or not model._can_set_attn_implementation():
+        return
+    named = [getattr(model.config, name, None) for name in model.config.sub_configs or ()]
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel) or type(part.config) is not type(model.config):
+            continue
+        if not any(part.config is each for each in (model.config, *named)):
+            replace_attention.use([part.config], part.get_correct_attn_implementation(function))
 
 
 def recompute_activations(model: Any, **options: Any) -> None:

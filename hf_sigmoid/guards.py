@@ -121,7 +121,7 @@ def guard_continuous_batching() -> None:
                 from hf_sigmoid.support import Unsupported
 
                 raise Unsupported(
-                    f"continuous batching calls kernels of its own before transformers 5.19, not "
+                    f"continuous batching needs kernels of its own before transformers 5.24, not "
                     f"{function} attention: upgrade transformers, or use generate()"
                 )
             original(self, model, *args, **kwargs)

@@ -23,7 +23,6 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_sigmoid import compat
 from hf_sigmoid.wraps import Wrap, install
 
 BY = " by hf_sigmoid"
@@ -126,8 +125,7 @@ def _wrap_build(original):
 
 @functools.cache
 def register() -> None:
-    """Install the wraps, once; ImportError under a release that is too old."""
-    compat.check_transformers()
+    """Install the wraps, once."""
     install(
         [
             Wrap(PreTrainedConfig, "to_json_string", _wrap_write, ["self"]),

@@ -85,8 +85,12 @@ def _wrap_set(original):
     """All parts are checked, also those that transformers skips; a refusal changes nothing."""
 
     def set_attn_implementation(self, attn_implementation, *args, **kwargs):
+        ours = support.uses_ours(self)
         if not support.names_ours(attn_implementation):
-            return original(self, attn_implementation, *args, **kwargs)
+            original(self, attn_implementation, *args, **kwargs)
+            if ours and isinstance(attn_implementation, str):
+                compat.set_copies(self, attn_implementation)
+            return
         support.check_parts(self.config, attn_implementation)
         own = attn_implementation
         if isinstance(own, dict):
@@ -96,6 +100,8 @@ def _wrap_set(original):
         was_sigmoid = weights_source.runs_unconverted_sigmoid(self)
         with support.unchanged_on_error(self):
             original(self, attn_implementation, *args, **kwargs)
+            if own in FUNCTIONS:
+                compat.set_copies(self, own)
             requested = (
                 None if isinstance(attn_implementation, str) else support.wishes(self.config)
             )

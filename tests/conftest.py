@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -53,9 +54,18 @@ def pytest_configure(config):
     )
 
 
+def pytest_ignore_collect(collection_path, config):
+    """`-m gpu` reads the files that have such tests only: others import what may not be there."""
+    if config.getoption("markexpr") == "gpu" and collection_path.name.startswith("test_"):
+        return "pytest.mark.gpu" not in collection_path.read_text() or None
+
+
 @pytest.fixture(autouse=True)
-def _seed():
+def _fresh():
+    """The same random numbers, and none of the graphs that torch counts for each function."""
     torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")

@@ -39,9 +39,21 @@ def install() -> None:
     for name in ("binary_op", "unary_op", "create_fma"):
         setattr(builder, name, _refuse_bfloat16(getattr(builder, name)))
 
+    _read_scalars_of_any_numpy()
     _patch_language_once_a_launch()
     # 2^x of a hidden logit may overflow and inf·0 of an unused factor is NaN: neither is used.
     np.seterr(over="ignore", invalid="ignore", divide="ignore")
+
+
+def _read_scalars_of_any_numpy() -> None:
+    """A loop's bound is an array of one element, which Triton 3.6 gives to int(): not numpy 2.4."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor
 
 
 def _patch_language_once_a_launch() -> None:

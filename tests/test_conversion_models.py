@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+import releases
 import tiny_models
 import torch
 import transformers
+from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_sigmoid import configuration, parameters, text
 from hf_sigmoid.command_line import main
+from hf_sigmoid.compat import RELEASE
 from hf_sigmoid.conversions import apply, calibrate, convert, pictures, plan, revert
 from hf_sigmoid.conversions.calibrate import collect
 from hf_sigmoid.conversions.compare import token_windows
@@ -90,6 +93,14 @@ KINDS = {
 ANOTHER_ORDER = ("sliding_gemma2", "seq2seq_t5")
 
 
+@pytest.fixture(autouse=True)
+def _is_on_the_interface(request):
+    """A test of a kind of model runs where its class takes an attention function."""
+    kind = getattr(request.node, "callspec", None) and request.node.callspec.params.get("kind")
+    if kind in KINDS:
+        releases.skip_if_refused(getattr(transformers, KINDS[kind][0]))
+
+
 def build(kind: str) -> PreTrainedModel:
     """A random model whose attention is far from uniform."""
     name, fields = KINDS[kind]
@@ -143,6 +154,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for file in folder.glob("model*.safetensors"):
         found |= load_file(file)
+    if Version("5.6") > RELEASE:  # it writes what it read by BERT's first names of a norm's numbers
+        for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
+            found = {name.replace(old, new): tensor for name, tensor in found.items()}
     return found
 
 
@@ -272,6 +286,7 @@ def test_a_tower_is_calibrated_on_inputs_of_its_own(sources, tmp_path):
 
 def test_layers_of_an_encoder_decoder_are_those_of_both_stacks(tmp_path):
     cls = transformers.T5ForConditionalGeneration
+    releases.skip_if_refused(cls)
     source = save(cls(transformers.T5Config(**T5, num_decoder_layers=3)), tmp_path / "source")
     model = load(str(source))
     both = plan(model, "ssmax", layers=[0]).converted
@@ -318,7 +333,11 @@ def test_offloaded_weights_are_converted_and_all_written(sources, tmp_path, kind
     bytes_ = sum(tensor.nbytes for tensor in tensors(source).values())
     spread = {"device_map": "auto", "max_memory": {"cpu": int(0.6 * bytes_)}}
     model = load(str(source), **spread, offload_near=tmp_path)
-    assert "disk" in model.hf_device_map.values() and any(p.is_meta for p in model.parameters())
+    with releases.skip_if_broken("it leaves all of this model in memory"):
+        assert "disk" in model.hf_device_map.values()
+    assert any(p.is_meta for p in model.parameters())
+    with releases.skip_if_broken("it does not save this model from the disk"):
+        model.save_pretrained(tmp_path / "softmax")
     options = {"init": "calibrated-query", **SMALL}
     whole = convert(source, tmp_path / "whole", "sigmoid", **options)
     parts = convert(source, tmp_path / "parts", "sigmoid", **spread, **options)

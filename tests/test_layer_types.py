@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import releases
 import tiny_models
 import torch
+from packaging.version import Version
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,6 +21,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 import hf_sigmoid
+from hf_sigmoid.compat import RELEASE
 from hf_sigmoid.configuration import Section, find_section
 from hf_sigmoid.layer_types import unmarked
 from hf_sigmoid.parameters import sub_configs
@@ -123,7 +126,16 @@ def test_a_config_in_memory_has_transformers_own_types(converted):
     assert not hasattr(llava.vision_config, "layer_types")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "llava"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        # The bare config that transformers falls back to refuses RoPE by kinds of layers in 5.4.
+        pytest.param("gemma3", marks=releases.needs("5.5", "a fallback for such tokenizers")),
+        "gpt2",
+        "llava",
+    ],
+)
 def test_its_tokenizer_loads_without_the_package(converted, name):
     tiny_models.byte_tokenizer().save_pretrained(converted[name])
     code = f"""
@@ -206,6 +218,8 @@ def test_every_config_class_of_transformers_refuses_and_reads_back(tmp_path):
             continue
         if not hasattr(cls, "model_type") or sub_configs(config):
             continue  # of composite ones each part is converted by itself
+        if name == "DbrxFFNConfig" and Version("5.20") > RELEASE:
+            continue  # of no attention, and takes no key that it does not know
         config.hf_sigmoid = Section(SECTION)
         config.to_json_file(file)
         again = cls.from_json_file(file)
@@ -214,7 +228,7 @@ def test_every_config_class_of_transformers_refuses_and_reads_back(tmp_path):
         del after["hf_sigmoid"]
         assert after == before, name
         written.append((cls.__module__, name, str(file)))
-    assert len(written) > 400 and len(unusable) < 5, unusable
+    assert len(written) > 350 and (len(unusable) < 5 or not releases.IS_NEWEST), unusable
     code = f"""
 import importlib
 for module, name, file in {written}:

@@ -56,7 +56,8 @@ def mask_arguments(draw):
         positions = torch.cat([torch.arange(length) for length in lengths])[None].expand(B, -1)
         documents = mu.find_packed_sequence_indices(positions)
         if documents is not None:
-            function = mu.remap_positions_for_packed_sequence(function, positions)
+            if hasattr(mu, "remap_positions_for_packed_sequence"):  # since 5.23
+                function = mu.remap_positions_for_packed_sequence(function, positions)
             function = mu.and_masks(function, mu.packed_sequence_mask_function(documents))
     if kind == "blocks":  # may tear: the same block number in two places
         ids = torch.tensor(
@@ -247,6 +248,13 @@ def test_lengths_by_kind_of_layer_are_those_of_the_layer():
     )
     right, _ = registration.attention(
         "sigmoid", module, q, q, q, None, cu_seq_lens_k=ends, **options
+    )
+    assert torch.equal(ours, right)
+    plain = torch.nn.Module()  # the second layer of a model that has one kind
+    plain.config, plain.layer_idx = type("Config", (), {})(), 1
+    given["full_attention"] = ends
+    ours, _ = registration.attention(
+        "sigmoid", plain, q, q, q, None, cu_seq_lens_k=given, **options
     )
     assert torch.equal(ours, right)
     module.layer_type = "chunked_attention"

@@ -1,6 +1,7 @@
 """Tiny transformers models: what must not change a result does not, for both functions."""
 
 import pytest
+import releases
 import tiny_models
 import torch
 from transformers import (
@@ -13,7 +14,7 @@ from transformers import (
 
 import hf_sigmoid
 from hf_sigmoid import functional, masks, reference, registration
-from hf_sigmoid.compat import CACHE, recompute_activations
+from hf_sigmoid.compat import BATCHES_ANY_FUNCTION, CACHE, recompute_activations
 
 FUNCTIONS = ("sigmoid", "ssmax")
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # float32 sums in another order, through two layers
@@ -331,6 +332,7 @@ def test_one_graph_serves_every_length(family, function, padded):
 
 @every_function
 def test_an_exported_encoder_with_a_window_takes_lengths_on_both_sides_of_it(function):
+    releases.skip_if_refused(ModernBertModel)
     config = ModernBertConfig(
         vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
         num_attention_heads=4, local_attention=16, max_position_embeddings=64, pad_token_id=0,
@@ -350,6 +352,8 @@ def test_an_exported_encoder_with_a_window_takes_lengths_on_both_sides_of_it(fun
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_an_exported_model_takes_other_lengths(family, function, strict):
+    if not strict:
+        releases.skip_unless_exported(function)
     model = tiny_models.converted(family, function)
     length = torch.export.Dim("length", min=2, max=60)
     given = {"input_ids": tiny_models.tokens(2, 12), "use_cache": False}
@@ -361,13 +365,18 @@ def test_an_exported_model_takes_other_lengths(family, function, strict):
 
 
 @every_function
-def test_continuous_batching_equals_generate(function):
+def test_continuous_batching_equals_generate_or_is_refused(function):
     from transformers import GenerationConfig
 
     model = tiny_models.converted("llama", function)
     prompts = [[5, 6, 7, 8], [9, 10, 11], [20, 21]]
     config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batched = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+    given = {"inputs": prompts, "generation_config": config, "progress_bar": False}
+    if not BATCHES_ANY_FUNCTION:
+        with pytest.raises(hf_sigmoid.Unsupported, match=rf"continuous batching .* {function}"):
+            model.generate_batch(**given)
+        return
+    batched = model.generate_batch(**given)
     for result, prompt in zip(batched.values(), prompts, strict=True):
         options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         alone = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]

@@ -9,6 +9,7 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import releases
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
@@ -366,6 +367,7 @@ def test_a_model_made_to_run_the_other_function_is_saved_as_what_it_ran(tmp_path
 
 def test_configure_reaches_every_copy_of_a_config(tmp_path):
     """The stacks of T5 hold copies of the config."""
+    releases.skip_if_refused(T5ForConditionalGeneration)
     config = T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     model = T5ForConditionalGeneration(config).eval()
     hf_sigmoid.configure(model, "sigmoid", offset=-5.0, slope=0.0, learn=True, layers=[1])
@@ -379,6 +381,10 @@ def test_configure_reaches_every_copy_of_a_config(tmp_path):
     assert torch.equal(tiny_models.output(model, **ids), tiny_models.output(loaded, **ids))
     hf_sigmoid.configure(model, "softmax")
     assert not any(getattr(part.config, "hf_sigmoid", None) for part in (model, model.encoder))
+    for name in ("ssmax", "sdpa"):
+        model.set_attn_implementation(name)
+        parts = (model, model.encoder, model.decoder)
+        assert {part.config._attn_implementation for part in parts} == {name}
 
 
 @pytest.mark.parametrize("back", ["sdpa", "ssmax"])

@@ -28,8 +28,8 @@ PARTS = {"bark": "BarkSemanticModel"}
 def model_types() -> dict[str, str]:
     """Model type to the name of the class that it is tried as, in alphabetical order."""
     found: dict[str, str] = dict(PARTS)
-    for mapping in MAPPINGS:
-        for model_type, name in getattr(modeling_auto, f"{mapping}_MAPPING_NAMES").items():
+    for mapping in MAPPINGS:  # an older release lacks some
+        for model_type, name in getattr(modeling_auto, f"{mapping}_MAPPING_NAMES", {}).items():
             found.setdefault(model_type, name if isinstance(name, str) else name[0])
     return dict(
         sorted((kind, name) for kind, name in found.items() if kind in CONFIG_MAPPING_NAMES)

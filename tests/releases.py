@@ -1,0 +1,58 @@
+"""What an older transformers lacks, so that a test of it says why it does not run there."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from packaging.version import Version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from hf_sigmoid.compat import RELEASE, TESTED
+
+IS_NEWEST = Version(TESTED["transformers"][1]) <= RELEASE  # there nothing may lack
+
+
+def needs(release: str, what: str) -> pytest.MarkDecorator:
+    """A mark: transformers has this since a release."""
+    return pytest.mark.skipif(
+        Version(release) > RELEASE, reason=f"transformers {RELEASE}: {what} came with {release}"
+    )
+
+
+def skip_without(model_type: str, known: Collection[str] = CONFIG_MAPPING_NAMES) -> None:
+    """Skip the test if this release is too old for a model type."""
+    if model_type not in known and not IS_NEWEST:
+        pytest.skip(f"transformers {RELEASE} has no model type {model_type}")
+
+
+@contextmanager
+def skip_if_broken(what: str) -> Iterator[None]:
+    """Skip the test if this release, too old, cannot do what is inside, without us."""
+    try:
+        yield
+    except Exception as error:
+        if IS_NEWEST:
+            raise
+        pytest.skip(f"transformers {RELEASE}: {what}: {type(error).__name__}: {error}"[:300])
+
+
+def refuses(cls: type) -> bool:
+    """Is a class, on this release, not yet on the attention interface, and so refused?"""
+    return not IS_NEWEST and not cls._can_set_attn_implementation()
+
+
+def skip_if_refused(cls: type) -> None:
+    """Skip the test if a class is not yet on the attention interface on this release."""
+    if refuses(cls):
+        pytest.skip(f"transformers {RELEASE}: {cls.__name__} is not on the attention interface")
+
+
+def skip_unless_exported(function: str) -> None:
+    """Skip the test where torch.export, not strict, bounds the length of grouped softmax.
+
+    transformers' own sdpa attention is bounded there in the same way: torch 2.10 and 2.11 do it,
+    2.13 does not.
+    """
+    if function == "ssmax" and Version(torch.__version__) < Version("2.13"):
+        pytest.skip(f"torch {torch.__version__} exports no grouped softmax of any length")
