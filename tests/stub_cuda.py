@@ -160,7 +160,7 @@ def _serve_cpu_tensors(multiprocessors: int) -> None:
     from hf_sigmoid.kernels.flash import tuning
 
     functional._choose = lambda *args, **kwargs: "triton"
-    tuning._multiprocessors = lambda *args: multiprocessors
+    tuning.multiprocessors = lambda *args: multiprocessors
 
 
 def count_variants() -> dict[str, set]:

@@ -23,11 +23,11 @@ sys.path.append(str(KERNELS))  # scripts beside their modules, and no package
 waits = importlib.import_module("waits")
 
 # Kernels that compile in one generation from 256 to 4096 keys, and in training at 64 lengths.
-GENERATION_VARIANTS = 12
-TRAINING_VARIANTS = 28
+GENERATION_VARIANTS = 3
+TRAINING_VARIANTS = 6
 # Of one attention layer that decodes one query through transformers' attention interface.
 DECODE_LAUNCHES = 2
-DECODE_TORCH_OPERATORS = 15
+DECODE_TORCH_OPERATORS = 8
 
 
 def run(script: Path, *arguments: str, cache: Path):

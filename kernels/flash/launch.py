@@ -35,7 +35,7 @@ def launch(kernel: Any, grid: tuple, *args: Any, num_warps: int = 4, num_stages:
         compiled[(*grid, 1, 1)[:3]](*args, *ordered)
         return
     compiled = kernel[grid](*args, **constants, **options)
-    if hasattr(compiled, "packed_metadata"):  # it has been launched, not only looked at
+    if getattr(compiled, "module", None) is not None:  # it was launched, and not only compiled
         ordered = tuple(constants[name] for name in kernel.arg_names[len(args) :])
         _compiled[key] = compiled, ordered
 
