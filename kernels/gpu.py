@@ -12,9 +12,9 @@ each with its share of the time:
     sweep        the tile table against its neighbours (sweep.py)
     benchmark    the main rows (gpu_shapes.py), by the device's clock
 
-A part's rows are written as they are made. A second run goes on where the first ended; a job in
-which the process died or hung is a failure and is not repeated. It exits with 1 if a check failed
-or none ran, and prints failures first.
+A part's rows are written as they are made. A second run of the same commit goes on where the first
+ended; a job in which the process died or hung is a failure and is not repeated. It exits with 1 if
+a check failed or none ran, and prints failures first.
 """
 
 import argparse
@@ -63,6 +63,9 @@ def main() -> int:
     print(*(f"{name}: {value}" for name, value in machine.items()), sep="\n", flush=True)
     if "missing" in machine:
         return 2
+    if other := differs(options.out / "machine.jsonl", machine):
+        print(f"the rows in {options.out} are of another {other}: go on with another --out")
+        return 2
     append(options.out / "machine.jsonl", machine)
     print(f"kernels in the cache: {prewarm.relocate(options.cache)}", flush=True)
     for part in options.parts:
@@ -96,6 +99,15 @@ def describe(dry: bool) -> dict:
         else:
             missing.append("a GPU that torch sees")
     return found | ({"missing": ", ".join(missing)} if missing else {})
+
+
+def differs(path: Path, machine: dict) -> str | None:
+    """What an earlier run's rows depend on that is not the same now."""
+    for row in read(path)[-1:]:
+        for name in ("commit", "gpu", "python", "torch", "triton", "driver"):
+            if row.get(name) != machine.get(name):
+                return f"{name} ({row.get(name)}, now {machine.get(name)})"
+    return None
 
 
 def commit() -> str | None:

@@ -146,6 +146,14 @@ gpu.do({{"crash": lambda device: os._exit(9)}}, pathlib.Path({str(path)!r}), "cp
     assert gpu.latest(path)["crash"]["reason"] == gpu.DIED
 
 
+def test_rows_of_another_commit_are_not_gone_on_with(tmp_path):
+    path = tmp_path / "machine.jsonl"
+    assert gpu.differs(path, {"commit": "a"}) is None
+    gpu.append(path, {"commit": "a", "torch": "2.11", "clocks_mhz": "unknown"})
+    assert gpu.differs(path, {"commit": "a", "torch": "2.11", "clocks_mhz": {"sm": 1980}}) is None
+    assert gpu.differs(path, {"commit": "b", "torch": "2.11"}) == "commit (a, now b)"
+
+
 def test_failures_come_first_and_decide_the_exit(tmp_path, capsys):
     class options:
         out, limit, dry_run = tmp_path, 2, False
