@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from packaging.version import Version
 
-# The lowest and the newest release that tests were run on; README says which tests, and between them.
+# The lowest and the newest release that tests were run on; README says which tests.
 TESTED = {"transformers": ("5.4", "5.24"), "torch": ("2.10", "2.14")}
 LOWEST = "5.4"  # of transformers: before it the methods that we wrap are others
 

@@ -7,7 +7,8 @@ kernels/README.md says of each wait why it is enough. Two rules are checked. No 
 register of a product between it and the wait for it. And, which not every release of Triton keeps:
 a product reads shared memory through the async proxy, so what was written
 there by `cp.async` or `st.shared`, which are of the generic proxy, needs a `fence.proxy.async` on
-the way from the write to the product. Copies by descriptors (`cp.async.bulk`) need none.
+the way from the write to the product. Copies by descriptors (`cp.async.bulk`) need none, and
+numbers by row, copied by 4 or 8 bytes, are no operands of a product.
 """
 
 import argparse
@@ -24,7 +25,8 @@ for folder in (HERE.parent, HERE.parent / "tests", HERE / "static", HERE):
 CASES = ["sigmoid bf16 64", "ssmax bf16 64", "sigmoid bf16 128", "ssmax bf16 128"]
 CASES += ["sigmoid bf16 128 expanded"]
 EVENTS = {
-    "copy": r"cp\.async\.c[ag]\.",
+    "copy": r"cp\.async\.c[ag]\.[^;]*\b(0x10|16)\b",
+    "copy of numbers by row": r"cp\.async\.c[ag]\.[^;]*\b(0x)?[48]\b",
     "bulk copy": r"cp\.async\.bulk\.",
     "commit copies": r"cp\.async\.commit_group",
     "wait for copies": r"cp\.async\.wait_(group|all)",

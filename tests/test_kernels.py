@@ -17,7 +17,6 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from hf_sigmoid import functional, reference
 from hf_sigmoid.kernels import flash
-from hf_sigmoid.kernels.flash import forward as forward_kernels
 from hf_sigmoid.kernels.flash import tiles as tile_helpers
 from hf_sigmoid.kernels.flash import tuning
 
@@ -383,9 +382,9 @@ def test_descriptors_read_what_pointers_read(monkeypatch, function, layout, desc
     made = []
     monkeypatch.setattr(tuning, "tile", tiles(delay=True))
     expected = call(function, q, k, v, row, intervals)
-    describe = forward_kernels.describe
+    describe = tile_helpers.TensorDescriptor
     monkeypatch.setattr(
-        forward_kernels, "describe", lambda *args: made.append(args) or describe(*args)
+        tile_helpers, "TensorDescriptor", lambda *args: made.append(args) or describe(*args)
     )
     monkeypatch.setattr(tuning, "tile", tiles(delay=True, descriptors=True))
     found = call(function, q, k, v, row, intervals)

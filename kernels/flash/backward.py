@@ -91,11 +91,15 @@ def backward(
     shared = constants(query, key, value, function, softcap, grad_output, output)
     shared["FORM"] = tuning.form(query.dtype)
     with_terms = dropout > 0 or has_terms(softcap, mask, alibi_slopes, logit_bias)
-    tile = tuning.tile("dq", function, query.dtype, max(D, V), terms=with_terms)
+    # Whole tiles only, as in the forward pass.
+    whole = not with_terms and (shared["BLOCK_D"], shared["BLOCK_V"]) == (D, V)
+    described = whole and is_describable(key) and is_describable(value)
+    tile = tuning.tile("dq", function, query.dtype, max(D, V), described, with_terms)
+    pair = describe((key, value), tile.block_n, tile.descriptors)
     programs = triton.cdiv(M, tile.block_m) * B * H
     if programs:
         launch(backward_dq, (programs,),
-            *tensors, *inputs, tile_lists(mask, intervals, N, tile, of_keys=False), *terms,
+            *tensors, *pair, *inputs, tile_lists(mask, intervals, N, tile, of_keys=False), *terms,
             strided(output) if is_ssmax else None, lse, strided(grad_output),
             strided(dq), drow, dslope, delta, scales, M, N, *numbers,
             **shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
@@ -107,13 +111,9 @@ def backward(
         dbias = _gradient_of_bias(dbias, logit_bias, (*tensors, *inputs), terms, lse, grad_output,
                                   delta, numbers, shared, tile)  # fmt: skip
 
-    described = not with_terms and (shared["BLOCK_D"], shared["BLOCK_V"]) == (D, V)
-    described = described and is_describable(query) and is_describable(grad_output)
+    described = whole and is_describable(query) and is_describable(grad_output)
     tile = tuning.tile("dkdv", function, query.dtype, max(D, V), described, with_terms)
-    queries = gradients = None
-    if tile.descriptors and tile.block_m <= M:
-        queries = describe(query, [1, 1, tile.block_m, D])
-        gradients = describe(grad_output, [1, 1, tile.block_m, V])
+    pair = describe((query, grad_output), tile.block_m, tile.descriptors)
     query_tiles = triton.cdiv(M, tile.block_m)
     ranges = lists = None
     if mask is None:
@@ -130,7 +130,7 @@ def backward(
     if programs:
         # After dq, as above.
         launch(backward_dkdv, (programs * parts,),
-            *tensors, queries, gradients, *inputs, lists, *terms,
+            *tensors, *pair, *inputs, lists, *terms,
             lse, strided(grad_output), strided(dk), strided(dv), delta, ranges, scales,
             M, N, B, H // G // parts, *numbers,
             **shared, SCALE=tuning.HALF_SCALE if is_half else 0,

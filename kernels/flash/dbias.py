@@ -6,7 +6,8 @@ The equations are in `backward.py`.
 import triton
 import triton.language as tl
 
-from hf_sigmoid.kernels.flash.recompute import drop, load_exponents, logit_gradient, probability
+from hf_sigmoid.kernels.flash.dropout import drop
+from hf_sigmoid.kernels.flash.recompute import load_exponents, logit_gradient, probability
 from hf_sigmoid.kernels.flash.tiles import (
     dot,
     head_ptr,
@@ -50,7 +51,7 @@ def backward_dbias(
         h = place % heads + each % shared_heads
         g = h // (H // G)
         lo, hi = load_intervals(intervals, b, rows, M, N)
-        first, last, _, _ = key_range(lo, hi, rows, M, N)
+        first, last, _all_first, _all_last = key_range(lo, hi, rows, M, N)
         if (first < n + BLOCK_N) & (last > n):
             shown = (cols >= first) & (cols < last)
             numbers, factors, offsets = load_exponents(
@@ -69,14 +70,14 @@ def backward_dbias(
             do_tile = load_matrix(head_ptr(do, b, h), do, m, local_m, lo < hi, V, BLOCK_V)
             v_tile = load_matrix(head_ptr(v, b, g), v, n, local_n, shown, V, BLOCK_V)
             dp = dot(do_tile, tl.trans(v_tile), None)
-            z, _ = logits(s, bias, slope, b, h, rows[:, None], cols[None, :], M, N, scaling,
+            z, _dcap = logits(s, bias, slope, b, h, rows[:, None], cols[None, :], M, N, scaling,
                                 softcap, HAS_SOFTCAP)  # fmt: skip
             keep = None
             if bias is not None:
                 keep = z != -float("inf")
             p = probability(z, factors[:, None], offsets[:, None], FUNCTION, FORM, 0)
             keep = visible(lo[:, None], hi[:, None], mask, b, h, rows[:, None], cols[None, :], keep)
-            _, dp = drop(p, dp, dropout, seed, b, h, rows, n, False)
+            _dropped, dp = drop(p, dp, dropout, seed, b, h, rows, n, False)
             dz = logit_gradient(p, dp, deltas[:, None], None, FUNCTION, 0)
             if FUNCTION == "ssmax":
                 dz = dz * numbers[:, None]

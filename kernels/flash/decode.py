@@ -91,8 +91,8 @@ def _decode(
         shown = n + local_n < stop
         s = scores(q_tile, k_ptr, k, n, local_n, shown, D, BLOCK_D)
         state = accumulate(state, s, n, shown, rows, lo, hi, factors, offsets, slope, v_ptr, v,
-                           mask, bias, place, None, None, V, BLOCK_V, True, FUNCTION, HAS_SOFTCAP,
-                           FORM, SCALE, tops is not None, WAIT)  # fmt: skip
+                           None, g, mask, bias, place, None, None, V, BLOCK_V, True, FUNCTION,
+                           HAS_SOFTCAP, FORM, SCALE, tops is not None, WAIT)  # fmt: skip
 
     acc, top, total = state
     # By row, then by share.

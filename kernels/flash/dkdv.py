@@ -8,9 +8,9 @@ The equations are in `backward.py`.
 import triton
 import triton.language as tl
 
+from hf_sigmoid.kernels.flash.dropout import drop
 from hf_sigmoid.kernels.flash.masked import listed, load_count, load_tile
 from hf_sigmoid.kernels.flash.recompute import (
-    drop,
     load_exponents,
     logit_gradient,
     probability,

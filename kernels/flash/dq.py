@@ -8,9 +8,9 @@ The equations are in `backward.py`.
 import triton
 import triton.language as tl
 
+from hf_sigmoid.kernels.flash.dropout import drop
 from hf_sigmoid.kernels.flash.masked import listed, load_count, load_tile
 from hf_sigmoid.kernels.flash.recompute import (
-    drop,
     load_exponents,
     logit_gradient,
     probability,
@@ -21,6 +21,7 @@ from hf_sigmoid.kernels.flash.tiles import (
     dot_of_weights,
     head_ptr,
     key_range,
+    load_full,
     load_intervals,
     load_matrix,
     logits,
@@ -33,7 +34,8 @@ from hf_sigmoid.kernels.flash.tiles import (
 
 @triton.jit(do_not_specialize=["M", "N", "seed"])
 def backward_dq(
-    q, k, v, row, intervals, mask, lists, bias, slopes, o, lse, do, dq, drow, dslope, delta, scales,
+    q, k, v, keys, values, row, intervals, mask, lists, bias, slopes, o, lse, do, dq, drow, dslope,
+    delta, scales,
     M, N, scaling, softcap, dropout, seed,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -105,9 +107,15 @@ def backward_dq(
                 shown = (n + local_n >= first) & (n + local_n < last)
             cols = n + local_n
             # Both products before the activation, which can then run under the second.
-            k_tile = load_matrix(k_ptr, k, n, local_n, shown, D, BLOCK_D)
+            if RAGGED:
+                k_tile = load_matrix(k_ptr, k, n, local_n, shown, D, BLOCK_D)
+            else:
+                k_tile = load_full(k_ptr, k, keys, b, g, n, local_n, N, None, D, BLOCK_D)
             s = dot(q_tile, tl.trans(k_tile), None)
-            v_tile = load_matrix(v_ptr, v, n, local_n, shown, V, BLOCK_V)
+            if RAGGED:
+                v_tile = load_matrix(v_ptr, v, n, local_n, shown, V, BLOCK_V)
+            else:
+                v_tile = load_full(v_ptr, v, values, b, g, n, local_n, N, None, V, BLOCK_V)
             dp = dot(do_tile, tl.trans(v_tile), None)
             z, dcap = logits(s, bias, slope, b, h, rows[:, None], cols[None, :], M, N,
                                    scaling, softcap, HAS_SOFTCAP)  # fmt: skip

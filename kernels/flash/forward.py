@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_sigmoid.kernels.flash import tuning
+from hf_sigmoid.kernels.flash.dropout import kept
 from hf_sigmoid.kernels.flash.launch import launch
 from hf_sigmoid.kernels.flash.masked import listed, load_count, load_tile, tile_lists
 from hf_sigmoid.kernels.flash.tiles import (
@@ -24,7 +25,6 @@ from hf_sigmoid.kernels.flash.tiles import (
     has_terms,
     head_ptr,
     is_describable,
-    kept,
     key_range,
     load_full,
     load_intervals,
@@ -107,8 +107,8 @@ def weigh(
 
 @triton.jit
 def accumulate(
-    state, s, n, shown, rows, lo, hi, factors, offsets, slope, v_ptr, v, mask, bias, place,
-    dropout, seed, V: tl.constexpr, BLOCK_V: tl.constexpr, RAGGED: tl.constexpr,
+    state, s, n, shown, rows, lo, hi, factors, offsets, slope, v_ptr, v, values, g, mask, bias,
+    place, dropout, seed, V: tl.constexpr, BLOCK_V: tl.constexpr, RAGGED: tl.constexpr,
     FUNCTION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr,
     STATISTICS: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +119,10 @@ def accumulate(
                                       HAS_SOFTCAP, FORM, SCALE, STATISTICS)  # fmt: skip
     if FUNCTION == "ssmax":
         acc = acc * shrink[:, None]
-    v_tile = load_matrix(v_ptr, v, n, place[0], shown, V, BLOCK_V)
+    if shown is None:
+        v_tile = load_full(v_ptr, v, values, place[1], g, n, place[0], place[4], None, V, BLOCK_V)
+    else:
+        v_tile = load_matrix(v_ptr, v, n, place[0], shown, V, BLOCK_V)
     acc = dot_of_weights(p.to(v.ptr.dtype.element_ty), v_tile, acc, WAIT)
     return acc, largest, total
 
@@ -227,10 +230,11 @@ def _forward(
             n += 0 * full_start
             if mask is not None:
                 n = load_tile(tile_list, n, N, BLOCK_N, True)
-            s = scores(q_tile, k_ptr, k, n, local_n, None, D, BLOCK_D)
-            state = accumulate(state, s, n, None, rows, lo, hi, factors, offsets, slope, v_ptr,
-                               v, mask, bias, place, dropout, seed, V, BLOCK_V, False, FUNCTION,
-                               HAS_SOFTCAP, FORM, SCALE, STATISTICS, WAIT)  # fmt: skip
+            k_tile = load_full(k_ptr, k, keys, b, g, n, local_n, N, None, D, BLOCK_D)
+            s = dot(q_tile, tl.trans(k_tile), None)
+            state = accumulate(state, s, n, None, rows, lo, hi, factors, offsets, slope, v_ptr, v,
+                               values, g, mask, bias, place, dropout, seed, V, BLOCK_V, False,
+                               FUNCTION, HAS_SOFTCAP, FORM, SCALE, STATISTICS, WAIT)  # fmt: skip
         acc, largest, total = state
     # What is left around them. Rows and their intervals are computed again, not kept until here.
     rows = forgotten(tile, M) * BLOCK_M + local_m
@@ -246,7 +250,7 @@ def _forward(
         shown = (n + local_n >= first) & (n + local_n < last)
         s = scores(q_tile, k_ptr, k, n, local_n, shown, D, BLOCK_D)
         state = accumulate(state, s, n, shown, rows, lo, hi, factors, offsets, slope, v_ptr, v,
-                           mask, bias, place, dropout, seed, V, BLOCK_V, True, FUNCTION,
+                           None, g, mask, bias, place, dropout, seed, V, BLOCK_V, True, FUNCTION,
                            HAS_SOFTCAP, FORM, SCALE, STATISTICS, WAIT)  # fmt: skip
 
     acc, largest, total = state
@@ -301,10 +305,7 @@ def prefill(
     described = not terms and (shared["BLOCK_D"], shared["BLOCK_V"]) == (D, V)
     described = described and is_describable(key) and is_describable(value)
     tile = tuning.tile("forward", function, query.dtype, max(D, V), described, terms)
-    keys = values = None
-    if tile.descriptors and tile.block_n <= N:
-        keys = describe(key, [1, 1, tile.block_n, D])
-        values = describe(value, [1, 1, tile.block_n, V])
+    keys, values = describe((key, value), tile.block_n, tile.descriptors)
     launch(_forward, (triton.cdiv(M, tile.block_m) * B * H,),
         strided(query), strided(key), strided(value), keys, values, row, intervals,
         strided(mask), tile_lists(mask, intervals, N, tile, of_keys=False),

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from hf_sigmoid.kernels.flash.tiles import (
     LOG2E,
-    kept,
     load_rows,
     sigmoid,
     sigmoid_factor,
@@ -57,16 +56,3 @@ def logit_gradient(p, dp, delta, scale, FUNCTION: tl.constexpr, SCALE: tl.conste
         return p * (dp - delta)
     else:
         return p * tl.fma(dp, scale * 2.0**-SCALE, -delta * 2.0**-SCALE)
-
-
-@triton.jit
-def drop(p, dp, dropout, seed, b, h, rows, n, OF_KEYS: tl.constexpr):
-    """Weights and their gradients after dropout, 1/(1 − dropout) left out of the weights."""
-    if dropout is None:
-        return p, dp
-    else:
-        BLOCK: tl.constexpr = p.shape[0] if OF_KEYS else p.shape[1]
-        keep = kept(dropout, seed, b, h, rows, n, BLOCK)
-        if OF_KEYS:
-            keep = tl.trans(keep)
-        return tl.where(keep, p, 0.0), tl.where(keep, dp * (1.0 / (1.0 - dropout)), 0.0)

@@ -14,15 +14,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# A tile that reaches so many elements beyond its first takes 64-bit offsets within it.
-WIDE_OFFSETS = 1 << 31
+WIDE_OFFSETS = 1 << 31  # a tile that reaches so many elements takes 64-bit offsets within it
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-# Ten is the generator's own number, seven the least that passes its authors' tests of randomness
-# (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
-PHILOX_ROUNDS = tl.constexpr(7)
 
 
 class Strided(NamedTuple):
@@ -61,13 +56,23 @@ def is_describable(tensor: Tensor) -> bool:
     )
 
 
-def describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """A tensor for which `is_describable` holds, as the copy engine sees it; 0 beyond its end."""
-    step = 16 // tensor.element_size()
-    sizes = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    # What PyTorch has for a dimension of size 1 is never used, and may be anything.
-    strides = [step if size == 1 else stride for size, stride in sizes]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block)
+def describe(
+    tensors: tuple[Tensor, ...], rows: int, wanted: bool
+) -> tuple[TensorDescriptor, ...] | tuple[None, ...]:
+    """Tensors for which `is_describable` holds as the copy engine sees them, in tiles of `rows`.
+
+    It reads 0 beyond their ends. Nones unless they are `wanted`, and have as many rows.
+    """
+    if not wanted or any(tensor.shape[2] < rows for tensor in tensors):
+        return (None,) * len(tensors)
+    described = []
+    for tensor in tensors:
+        sizes = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        # What PyTorch has for a dimension of size 1 is never used, and may be anything.
+        strides = [16 // tensor.element_size() if size == 1 else stride for size, stride in sizes]
+        block = [1, 1, rows, tensor.shape[-1]]
+        described.append(TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block))
+    return tuple(described)
 
 
 def constants(
@@ -226,33 +231,6 @@ def visible(lo, hi, mask, b, h, rows, cols, shown):
     if shown is not None:
         keep = keep & shown
     return keep
-
-
-@triton.jit
-def kept(dropout, seed, b, h, rows, n, BLOCK: tl.constexpr):
-    """Which of BLOCK keys from n on dropout keeps, by row: a function of seed and place alone.
-
-    Philox gives four numbers at a time: those of four neighbouring keys. n is a multiple of four.
-    """
-    quarter = tl.arange(0, BLOCK // 4)[None, :] + n // 4
-    place = rows[:, None] * 0 + quarter * 0 + h * 0
-    x0, x1, x2, x3 = tl.philox(
-        seed,
-        (place + quarter).to(tl.uint32),
-        (place + rows[:, None]).to(tl.uint32),
-        (place + h).to(tl.uint32),
-        (place + b).to(tl.uint32),
-        PHILOX_ROUNDS,
-    )
-    y0, y1 = _is_drawn(x0, dropout), _is_drawn(x1, dropout)
-    y2, y3 = _is_drawn(x2, dropout), _is_drawn(x3, dropout)
-    return tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), [rows.shape[0], BLOCK]) != 0
-
-
-@triton.jit
-def _is_drawn(x, dropout):
-    """24 of a number's 32 bits, which float32 holds exactly, against a probability; as bytes."""
-    return ((x >> 8).to(tl.float32) * 2.0**-24 >= dropout).to(tl.int8)
 
 
 @triton.jit

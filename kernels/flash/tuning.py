@@ -95,6 +95,9 @@ HOPPER = HALF | {
     # Without addresses in registers twice as many queries fit: 15 % fewer instructions a score.
     ("dkdv", "sigmoid", "described"): {64: Tile(64, 128, 8, 2, descriptors=True)},
 }
+# Until 3.7.1 Triton lets products read what copies by pointers wrote without the fence between them
+# that PTX asks for: such a loop has one stage, or reads by descriptors, which need none.
+FENCES_COPIES = Version(triton.__version__) >= Version("3.7.1")
 # Until 3.9 Triton needs more registers there: 60 to 230 bytes spilled.
 if Version(triton.__version__) < Version("3.9"):
     HOPPER["dkdv"] = HOPPER["dkdv"] | {128: Tile(16, 128, 8, 2)}
@@ -151,6 +154,7 @@ def tile(
     else:
         table = CDNA_FLOAT if backend == "hip" else FLOAT
     waits = table is HOPPER and not keeps_registers()
+    unfenced = table is HOPPER and not FENCES_COPIES
     names = [(kernel, function), kernel]
     if terms:
         names = [(kernel, "terms"), *names]
@@ -159,7 +163,15 @@ def tile(
     for name in names:
         for limit, sizes in table.get(name, {}).items():
             if dim <= limit:
-                return sizes._replace(delay=False, packed=False, wait=True) if waits else sizes
+                if waits:
+                    sizes = sizes._replace(delay=False, packed=False, wait=True)
+                if unfenced and not sizes.descriptors:
+                    described = described and not terms and kernel != "decode"
+                    stages = sizes.num_stages if described else 1
+                    sizes = sizes._replace(
+                        num_stages=stages, ragged_stages=1, descriptors=described
+                    )
+                return sizes
     raise ValueError(f"no tile for {kernel} with head dims of {dim}")
 
 
