@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from packaging.version import Version
 
-# The lowest and the newest release that tests were run on; README says which tests, and between them.
+# The lowest and the newest release that tests were run on; README says which tests.
 TESTED = {"transformers": ("5.4", "5.24"), "torch": ("2.10", "2.14")}
 LOWEST = "5.4"  # of transformers: before it the methods that we wrap are others
 
@@ -77,3 +77,17 @@ def recompute_activations(model: Any, **options: Any) -> None:
 def is_croppable(cache: Any) -> bool:
     """Can a cache of dynamic layers forget its last tokens? Until 5.17 all can. Ends with 5.17."""
     return getattr(cache, "is_croppable", True)
+
+
+def rope_kinds(config: Any, parameters: dict[str, Any]) -> list[str]:
+    """The kinds of layers that have a RoPE each. Ends with 5.18, where it is a config's method."""
+    if hasattr(config, "nested_rope_parameter_keys"):
+        return config.nested_rope_parameter_keys(parameters)
+    return [key for key in parameters if key in (getattr(config, "layer_types", None) or ())]
+
+
+def dequantise_gguf() -> dict[str, Any]:
+    """What from_pretrained needs to read a GGUF file's weights in full: nothing until 5.17."""
+    if Version("5.17") > RELEASE:
+        return {}
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}

@@ -53,7 +53,9 @@ def _dequantise(source: Path, folder: Path) -> None:
             "reading the embedded checkpoint needs the package gguf: pip install hf-sigmoid[demo]"
         )
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_sigmoid.compat import dequantise_gguf
 
     try:
         with new_folder(folder) as temporary:
@@ -64,7 +66,7 @@ def _dequantise(source: Path, folder: Path) -> None:
                 source,
                 gguf_file=FILE,
                 dtype=torch.float32,
-                quantization_config=GgufConfig(dequantize=True),
+                **dequantise_gguf(),
             )
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
