@@ -87,7 +87,13 @@ def rope_kinds(config: Any, parameters: dict[str, Any]) -> list[str]:
 
 
 def dequantise_gguf() -> dict[str, Any]:
-    """What from_pretrained needs to read a GGUF file's weights in full: nothing until 5.17."""
+    """What from_pretrained needs to read a GGUF file's weights in full: nothing until 5.17.
+
+    Raises:
+        ImportError: until 5.6, whose tokenizers of GGUF files put a token before every text.
+    """
+    if Version("5.6") > RELEASE:
+        raise ImportError(f"reading a GGUF file needs transformers 5.6 or newer, this is {RELEASE}")
     if Version("5.17") > RELEASE:
         return {}
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}

@@ -57,6 +57,7 @@ def _dequantise(source: Path, folder: Path) -> None:
 
     from hf_sigmoid.compat import dequantise_gguf
 
+    weights = dequantise_gguf()  # refused before anything is read
     try:
         with new_folder(folder) as temporary:
             tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
@@ -66,7 +67,7 @@ def _dequantise(source: Path, folder: Path) -> None:
                 source,
                 gguf_file=FILE,
                 dtype=torch.float32,
-                **dequantise_gguf(),
+                **weights,
             )
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
