@@ -97,3 +97,19 @@ def dequantise_gguf() -> dict[str, Any]:
     if Version("5.17") > RELEASE:
         return {}
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}
+
+
+def all_gather(whole: Any, part: Any, group: Any = None) -> None:
+    """Every process's part into `whole`. Ends with torch 2.13, which renamed the collective."""
+    from torch import distributed
+
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(whole, part, group=group)
+
+
+def reduce_scatter(part: Any, whole: Any, group: Any = None) -> None:
+    """This process's part of the sum of `whole`. Ends with torch 2.13, as `all_gather`."""
+    from torch import distributed
+
+    scatter = getattr(distributed, "reduce_scatter_single", None)
+    (scatter or distributed.reduce_scatter_tensor)(part, whole, group=group)
