@@ -77,3 +77,39 @@ def recompute_activations(model: Any, **options: Any) -> None:
 def is_croppable(cache: Any) -> bool:
     """Can a cache of dynamic layers forget its last tokens? Until 5.17 all can. Ends with 5.17."""
     return getattr(cache, "is_croppable", True)
+
+
+def rope_kinds(config: Any, parameters: dict[str, Any]) -> list[str]:
+    """The kinds of layers that have a RoPE each. Ends with 5.18, where it is a config's method."""
+    if hasattr(config, "nested_rope_parameter_keys"):
+        return config.nested_rope_parameter_keys(parameters)
+    return [key for key in parameters if key in (getattr(config, "layer_types", None) or ())]
+
+
+def dequantise_gguf() -> dict[str, Any]:
+    """What from_pretrained needs to read a GGUF file's weights in full: nothing until 5.17.
+
+    Raises:
+        ImportError: until 5.6, whose tokenizers of GGUF files put a token before every text.
+    """
+    if Version("5.6") > RELEASE:
+        raise ImportError(f"reading a GGUF file needs transformers 5.6 or newer, this is {RELEASE}")
+    if Version("5.17") > RELEASE:
+        return {}
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
+
+
+def all_gather(whole: Any, part: Any, group: Any = None) -> None:
+    """Every process's part into `whole`. Ends with torch 2.13, which renamed the collective."""
+    from torch import distributed
+
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(whole, part, group=group)
+
+
+def reduce_scatter(part: Any, whole: Any, group: Any = None) -> None:
+    """This process's part of the sum of `whole`. Ends with torch 2.13, as `all_gather`."""
+    from torch import distributed
+
+    scatter = getattr(distributed, "reduce_scatter_single", None)
+    (scatter or distributed.reduce_scatter_tensor)(part, whole, group=group)

@@ -53,8 +53,11 @@ def _dequantise(source: Path, folder: Path) -> None:
             "reading the embedded checkpoint needs the package gguf: pip install hf-sigmoid[demo]"
         )
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from hf_sigmoid.compat import dequantise_gguf
+
+    weights = dequantise_gguf()  # refused before anything is read
     try:
         with new_folder(folder) as temporary:
             tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
@@ -64,7 +67,7 @@ def _dequantise(source: Path, folder: Path) -> None:
                 source,
                 gguf_file=FILE,
                 dtype=torch.float32,
-                quantization_config=GgufConfig(dequantize=True),
+                **weights,
             )
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_sigmoid.compat import rope_kinds
 from hf_sigmoid.parameters import sub_configs
 
 KINDS = ("theta", "ntk", "yarn")
@@ -87,7 +88,7 @@ def check(config: PreTrainedConfig, function: str) -> None:
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict) or not parameters:
         raise ValueError(f"--rope: the model must have RoPE, {config.model_type} has none")
-    if kinds := config.nested_rope_parameter_keys(parameters):
+    if kinds := rope_kinds(config, parameters):
         raise ValueError(
             f"--rope: the model must have one RoPE, {config.model_type} has one for each of "
             f"{', '.join(kinds)}"

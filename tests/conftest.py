@@ -54,6 +54,15 @@ def pytest_configure(config):
     )
 
 
+def pytest_collection_modifyitems(items):
+    real = [item for item in items if item.get_closest_marker("real")]
+    if real:
+        import releases
+
+        for item in real:
+            item.add_marker(releases.needs("5.6", "the tokenizer of the SmolLM2 file"))
+
+
 def pytest_ignore_collect(collection_path, config):
     """`-m gpu` reads the files that have such tests only: others import what may not be there."""
     if config.getoption("markexpr") == "gpu" and collection_path.name.startswith("test_"):

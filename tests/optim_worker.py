@@ -6,6 +6,7 @@ while one step is made, and of the probe's figures before and after it.
 """
 
 import copy
+import inspect
 import json
 import os
 import sys
@@ -226,11 +227,13 @@ if __name__ == "__main__":
         "transformers_fsdp2": ("grouped", lambda kind: transformers(kind, folder, **sharded)),
         "transformers_tp": ("grouped", lambda kind: transformers(kind, folder, **parallel)),
     }
+    if "fsdp_size" not in inspect.signature(DistributedConfig).parameters:  # until 5.15
+        del ways["transformers_fsdp2"], ways["transformers_tp"]
     checks = {name: partial(difference, *way) for name, way in ways.items()}
     checks["refused"] = refused
     if what == "monitor":
         kept = ("ddp", "transformers_fsdp2", "transformers_tp")
-        checks = {name: partial(monitored, "sigmoid", ways[name][1]) for name in kept}
+        checks = {n: partial(monitored, "sigmoid", ways[n][1]) for n in kept if n in ways}
     for name, check in checks.items():
         found = check()
         dist.barrier()

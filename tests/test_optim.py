@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import releases
 import tiny_models
 import torch
 from accelerate import Accelerator
@@ -467,7 +468,8 @@ WAYS = (
 
 @pytest.mark.parametrize("way", WAYS)
 def test_split_weights_move_as_whole_ones(two_processes, way):
-    found = two_processes[way]
+    with releases.skip_if_broken("it does not load a model divided"):
+        found = two_processes[way]
     assert found["difference"] < 1e-12  # of float64: weights, rates and saved state
     assert found["spread"] > 1e-3  # heads have rates of their own
     assert found["clipped"][0] == found["clipped"][1] > 2

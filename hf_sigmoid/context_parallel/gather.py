@@ -6,6 +6,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from hf_sigmoid import compat
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -54,7 +56,7 @@ class Gather(Function):
         # Tokens first: then the parts lie in memory as the whole does, and nothing is moved.
         part = part.permute(2, 0, 1, 3).contiguous()
         whole = part.new_empty(tokens, *part.shape[1:])
-        dist.all_gather_single(whole, part, group=group)
+        compat.all_gather(whole, part, group)
         return whole.permute(1, 2, 0, 3)
 
     @staticmethod
@@ -62,5 +64,5 @@ class Gather(Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
         gradient = gradient.permute(2, 0, 1, 3).contiguous()
         part = gradient.new_empty(ctx.length, *gradient.shape[1:])
-        dist.reduce_scatter_single(part, gradient, group=ctx.group)
+        compat.reduce_scatter(part, gradient, ctx.group)
         return part.permute(1, 2, 0, 3), None, None

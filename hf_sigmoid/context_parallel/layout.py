@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_sigmoid import compat
 from hf_sigmoid.context_parallel.gather import Gather, place, split
 from hf_sigmoid.context_parallel.supported import arguments
 from hf_sigmoid.support import Unsupported
@@ -200,7 +200,7 @@ def _check_positions(position_ids: Tensor, group: "ProcessGroup | None", size: i
     own = torch.stack([flat.new_tensor(position_ids.shape[0]), flat.new_tensor(flat.numel()),
                        (flat * places).sum()])  # fmt: skip
     everyones = own.new_empty(size, 3)
-    dist.all_gather_single(everyones, own[None], group=group)
+    compat.all_gather(everyones, own[None], group)
     if not bool((everyones == everyones[0]).all()):
         raise ValueError(
             "context_parallel needs the same rows on every process of the group, got different "

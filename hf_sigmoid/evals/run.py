@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+import hf_sigmoid
 from hf_sigmoid.errors import BadInput, ChecksFailed
 from hf_sigmoid.evals import report
 from hf_sigmoid.evals.attention import Observer
@@ -26,8 +27,6 @@ from hf_sigmoid.evals.settings import Settings, Unit
 from hf_sigmoid.evals.store import Store
 from hf_sigmoid.evals.summary import summarise
 from hf_sigmoid.run_lock import RunLock
-
-PACKAGES = ("torch", "transformers", "hf-sigmoid")
 
 Record = dict[str, Any]
 
@@ -64,7 +63,10 @@ def evaluate(settings: Settings) -> Record:
         "haystack": text.name + (", repeated" if settings.repeat_haystack else ""),
         "dtype": settings.dtype, "device": torch.device(device).type,
         "scores": list(settings.score),
-        "versions": {n.replace("-", "_"): importlib.metadata.version(n) for n in PACKAGES},
+        "versions": {
+            **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+            "hf_sigmoid": hf_sigmoid.__version__,  # a checkout need not be installed
+        },
     }  # fmt: skip
     with _alone(settings.out, ranks):
         return _ask_all(plans, settings.out, about, ranks)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from hf_sigmoid.compat import CACHE
 from hf_sigmoid.evals.attention import Observer
 from hf_sigmoid.evals.prefix import Prefix
 from hf_sigmoid.evals.samples import Sample
@@ -180,7 +181,7 @@ def generated(model: Any, prefix: Prefix, prompts: Tensor, length: int) -> Tenso
     options = {"attention_mask": torch.ones_like(prompts), "generation_config": config}
     try:
         with prefix.borrowed() as cache:
-            ids = model.generate(prompts, cache=cache, **options)
+            ids = model.generate(prompts, **{CACHE: cache}, **options)
     finally:
         model.generation_config = before
     return ids[:, prompts.shape[1] :]
