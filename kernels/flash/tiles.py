@@ -2,8 +2,7 @@
 
     z_mn = τ q_m·k_n;  softcap·tanh(z/softcap);  − slope |m + N − M − n|;  + logit_bias
 
-Tiles are [queries, keys] in the forward and dq kernels and [keys, queries] in the dk-dv kernel, so
-helpers take `rows` and `cols` already shaped to broadcast against the tile.
+Tiles are [queries, keys], in the dk-dv kernel [keys, queries]: `rows` and `cols` come shaped for it.
 """
 
 from typing import NamedTuple
@@ -37,7 +36,7 @@ def strided(tensor: Tensor | None) -> Strided | None:
 
 
 def has_terms(softcap: float, *terms: Tensor | None) -> bool:
-    """Has a call one of the terms for which `tuning.tile` keeps rows of their own?"""
+    """Has a call a term for which `tuning.tile` keeps rows of their own?"""
     return softcap > 0 or any(term is not None for term in terms)
 
 
@@ -63,9 +62,9 @@ def describe(
 
     It reads 0 beyond their ends. Nones unless they are `wanted`, and have as many rows.
     """
+    described = []
     if not wanted or any(tensor.shape[2] < rows for tensor in tensors):
         return (None,) * len(tensors)
-    described = []
     for tensor in tensors:
         sizes = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
         # What PyTorch has for a dimension of size 1 is never used, and may be anything.
