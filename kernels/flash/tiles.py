@@ -2,7 +2,7 @@
 
     z_mn = τ q_m·k_n;  softcap·tanh(z/softcap);  − slope |m + N − M − n|;  + logit_bias
 
-Tiles are [queries, keys], in the dk-dv kernel [keys, queries]: `rows` and `cols` come shaped for it.
+Tiles are [queries, keys], in the dk-dv kernel [keys, queries]: `rows` and `cols` come shaped so.
 """
 
 from typing import NamedTuple
