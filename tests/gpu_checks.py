@@ -17,7 +17,7 @@ from functools import partial
 import oracles
 import torch
 
-from hf_sigmoid import functional
+from hf_sigmoid import functional, reference
 
 FUNCTIONS = ("sigmoid", "ssmax")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -164,6 +164,52 @@ def graph(function, M, N, differentiates, mask, device) -> None:
             assert torch.equal(replayed, expected)
 
 
+def dropout(function, every_term, device) -> None:
+    """The output and every gradient are those of one mask of kept weights, times 1/(1 − rate)."""
+    rate, seed, B, H, G, M, N = 0.3, 77, 2, 4, 2, 33, 45
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
+    q, k, v, direction = (
+        normal(B, heads, length, dim)
+        for heads, length, dim in ((H, M, 8), (G, N, 8), (G, N, 12), (H, M, 12))
+    )
+    row, rows, columns = normal(B, H, M), torch.arange(M)[:, None], torch.arange(N)
+    options = {"visible": (columns <= rows + N - M).expand(B, 1, M, N).to(device), "scaling": 0.3}
+    terms = {"bias" if function == "sigmoid" else "multiplier": row}
+    if every_term:
+        mask = (torch.rand(B, 1, M, N, generator=generator) < 0.7).to(device)
+        options |= {"visible": options["visible"] & mask, "softcap": 2.0}
+        terms |= {"logit_bias": normal(1, H, M, N), "alibi_slopes": normal(H).abs()}
+        if function == "ssmax":
+            terms["sinks"] = normal(H)
+
+    def drop(values):
+        torch.manual_seed(seed)  # of which the call draws the seed of its mask
+        return verb(function)(q, k, values, **terms, **options, dropout=rate, backend="triton")
+
+    # Which weights are kept, read through values that are a unit matrix.
+    weights = getattr(reference, f"{function}_attention")(q, k, v, **terms, **options)[1]
+    through = drop(torch.eye(N, device=device).expand(B, G, N, N))
+    seen = weights > 1e-6
+    kept = (through > 0) | ~seen
+    torch.testing.assert_close(through, weights * kept / (1 - rate), rtol=1e-4, atol=1e-5)
+    share, count = (kept & seen).sum() / seen.sum(), seen.sum()
+    assert abs(share - (1 - rate)) < 4 * (rate * (1 - rate) / count) ** 0.5
+
+    leaves = [q, k, v, *terms.values()]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    output = drop(v)
+    found = torch.autograd.grad(output, leaves, direction)
+    weights = getattr(reference, f"{function}_attention")(q, k, v, **terms, **options)[1]
+    right = (weights * kept / (1 - rate)) @ v.repeat_interleave(H // G, 1)
+    expected = torch.autograd.grad(right, leaves, direction)
+    for one, other in zip((output, *found), (right, *expected), strict=True):
+        assert (one - other).abs().max() <= 1e-4 * other.abs().max()
+
+
 def relative_error_of_weights(dtype, n, device, M=64, keys=64) -> float:
     """Largest relative error of σ(z − log n), read through values that are a unit matrix."""
     generator = torch.Generator().manual_seed(2)
@@ -232,6 +278,9 @@ def ordered() -> dict[str, Callable]:
         checks[f"repeats {function} {M}x{N}"] = partial(
             repeats, function, torch.bfloat16, M, N, EVERY
         )
+    for function, every_term in itertools.product(FUNCTIONS, (False, True)):
+        name = "every_term" if every_term else "plain"
+        checks[f"dropout {function} {name}"] = partial(dropout, function, every_term)
     for layout in ("heads first", "heads last", "part of a cache"):
         checks[f"descriptors {layout}"] = partial(descriptors, torch.bfloat16, (128, 128), layout)
     for dtype, log2_n in itertools.product(DTYPES, (0, 11, 17)):

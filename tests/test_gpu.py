@@ -112,3 +112,9 @@ def test_what_tanh_costs_is_reported(monkeypatch, record_property, dtype):
             error = gpu_checks.relative_error_of_weights(dtype, 2**log2_n, DEVICE)
             record_property(f"{form}_{2**log2_n}", error)
             print(f"{form:8} {dtype} n {2**log2_n:6} relative error {error:.2e}")
+
+
+@pytest.mark.parametrize("every_term", [False, True])
+@FUNCTIONS
+def test_dropout_is_one_mask_in_every_pass(function, every_term):
+    gpu_checks.dropout(function, every_term, DEVICE)

@@ -5,6 +5,7 @@ import math
 import warnings
 from types import SimpleNamespace
 
+import gpu_checks
 import interpreter
 import oracles
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from triton.runtime.interpreter import InterpreterBuilder
 
-from hf_sigmoid import functional, reference
+from hf_sigmoid import functional
 from hf_sigmoid.kernels import flash
 from hf_sigmoid.kernels.flash import tiles as tile_helpers
 from hf_sigmoid.kernels.flash import tuning
@@ -432,58 +433,10 @@ def test_backward_is_the_same_in_every_run():
         assert torch.equal(first[name], second[name]), name
 
 
-def weights_of_dropout(q, k, row, intervals, terms, options):
-    """Which weights [B, H, M, N] a call of the forward kernel keeps, read through unit values."""
-    B, G, N = k.shape[:3]
-    v = torch.eye(N).expand(B, G, N, N)
-    given, whole = (
-        flash.attention(q, k, v, row, intervals, *terms, *options, dropout, seed, False)[0]
-        for dropout, seed in (DROPOUT, (0.0, 0))
-    )
-    return given, whole
-
-
-DROPOUT = (0.3, 77)
-
-
 @FUNCTIONS
 @pytest.mark.parametrize("every_term", [False, True])
-def test_dropout_is_one_mask_in_every_pass(monkeypatch, function, every_term):
-    """The output and every gradient are those of one mask of kept weights, times 1/(1 − p)."""
-    q, k, _, row, intervals = small(B=2, H=4, G=2, M=33, N=45, D=8)
-    v, direction = torch.randn(2, 2, 45, 12), torch.randn(2, 4, 33, 12)
-    terms, softcap = [None] * 4, 0.0
-    if every_term:
-        terms = [(torch.rand(2, 1, 33, 45) < 0.7).expand(2, 4, 33, 45), torch.randn(1, 4, 33, 45),
-                 torch.rand(2, 4), torch.randn(4) if function == "ssmax" else None]  # fmt: skip
-        softcap = 2.0
-    given, whole = weights_of_dropout(q, k, row, intervals, terms, (function, 0.3, softcap))
-    seen = whole > 0
-    kept = (given > 0) | ~seen
-    torch.testing.assert_close(given, torch.where(kept, whole / 0.7, 0.0))
-    share = (kept & seen).sum() / seen.sum()
-    assert abs(share - 0.7) < 4 * (0.3 * 0.7 / seen.sum()) ** 0.5
-
-    leaves = [t.requires_grad_() for t in (q, k, v, row)]
-    more = [t.requires_grad_() for t in terms if t is not None and t.is_floating_point()]
-    output = flash.attention(*leaves, intervals, *terms, function, 0.3, softcap, *DROPOUT, False)[0]
-    found = torch.autograd.grad(output, [*leaves, *more], direction)
-    columns = torch.arange(45)
-    shown = (columns >= intervals[..., :1]) & (columns < intervals[..., 1:])
-    options = {"scaling": 0.3, "visible": shown[:, None], "softcap": softcap or None}
-    if every_term:
-        options["visible"] = options["visible"] & terms[0]
-        options |= {"logit_bias": terms[1], "alibi_slopes": terms[2]}
-        if function == "ssmax":
-            options["sinks"] = terms[3]
-    name = "bias" if function == "sigmoid" else "multiplier"
-    plain = getattr(reference, f"{function}_attention")
-    weights = plain(q, k, v, **{name: row}, **options)[1]
-    expected = (weights * kept / 0.7) @ v.repeat_interleave(2, 1)
-    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
-    right = torch.autograd.grad(expected, [*leaves, *more], direction)
-    for one, other in zip(found, right, strict=True):
-        assert (one - other).abs().max() <= 1e-4 * other.abs().max()
+def test_dropout_is_one_mask_in_every_pass(function, every_term):
+    gpu_checks.dropout(function, every_term, "cpu")
 
 
 @FUNCTIONS
