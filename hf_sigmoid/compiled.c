@@ -27,6 +27,7 @@ typedef struct {
     Matrix query, key, value, output;
     const float *row;         /* [B, H, M] */
     const int32_t *intervals; /* [B, M, 2] */
+    float *log_sum_exp;       /* [B, H, M], of ssmax */
     float scaling;
     void *gemm;                    /* Fortran's sgemm, or gemm_bf16bf16f32 */
     void *set_threads;             /* MKL_Set_Num_Threads_Local */
@@ -131,6 +132,8 @@ static void block(const Call *c, int64_t b, int64_t h, int64_t start, float *s, 
                           &c->value.row, weights, &count, &one, o, &c->V);
     }
     for (int64_t m = 0; m < rows; m++) {
+        if (c->is_ssmax)
+            c->log_sum_exp[(b * c->H + h) * c->M + start + m] = (largest[m] + log2f(total[m])) / LOG2E;
         void *to = (void *)at(&c->output, b, h, start + m, size);
         float scale = !c->is_ssmax ? 1.0f : total[m] > 0.0f || total[m] != total[m] ? 1.0f / total[m] : 0.0f;
         for (int64_t d = 0; d < c->V; d++) {

@@ -38,6 +38,7 @@ class _Call(ctypes.Structure):
         *((name, _Matrix) for name in ("query", "key", "value", "output")),
         ("row", ctypes.c_void_p),
         ("intervals", ctypes.c_void_p),
+        ("log_sum_exp", ctypes.c_void_p),
         ("scaling", ctypes.c_float),
         ("gemm", ctypes.c_void_p),
         ("set_threads", ctypes.c_void_p),
@@ -56,9 +57,9 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, row: Tensor, intervals: Tensor, function: str,
-    scaling: float, output: Tensor,
+    scaling: float, output: Tensor, log_sum_exp: Tensor,
 ) -> None:  # fmt: skip
-    """Fill `output`; the arguments are those of `ops.define`, of which `serves` holds."""
+    """Fill `output`, of ssmax `log_sum_exp` too; arguments as in `ops.define` if `serves` holds."""
     compiled, products = library()
     B, H, M, D = query.shape
     G, N, V = value.shape[1:]
@@ -66,7 +67,8 @@ def forward(
     call = _Call(
         B, H, G, M, N, D, V, function == "ssmax", query.dtype == torch.bfloat16,
         torch.get_num_threads(), *map(_matrix, (query, key, value, output)), row.data_ptr(),
-        intervals.data_ptr(), scaling, products[query.dtype], products["threads"],
+        intervals.data_ptr(), log_sum_exp.data_ptr(), scaling, products[query.dtype],
+        products["threads"],
     )  # fmt: skip
     if B * H * M and compiled.attention(ctypes.byref(call)):
         raise MemoryError("no memory for a tile of weights")

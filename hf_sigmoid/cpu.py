@@ -333,8 +333,9 @@ def inference(query, key, value, row, intervals, mask, logit_bias, alibi_slopes,
         return forward(query, key, value, row, intervals, *terms, function, scaling, softcap,
                        dropout, seed, statistics)  # fmt: skip
     output, nothing = ops.empty_output(query, value), row.new_empty(0)
-    compiled.forward(query, key, value, row, intervals, function, scaling, output)
-    return output, nothing, nothing, nothing
+    log_sum_exp = row.new_empty(query.shape[:3]) if function == "ssmax" else nothing
+    compiled.forward(query, key, value, row, intervals, function, scaling, output, log_sum_exp)
+    return output, log_sum_exp, nothing, nothing
 
 
 attention = ops.define("blocked", forward, backward, inference)

@@ -75,7 +75,7 @@ def compiled(case: str) -> dict[str, str]:
 
     def listen(*, src, metadata_group, **more):
         (path,) = (path for name, path in metadata_group.items() if name.endswith(".ptx"))
-        found[src.name] = Path(path).read_text()
+        found[src.name] = Path(path).read_text(encoding="utf-8")
 
     triton.knobs.compilation.listener = listen
     import cases

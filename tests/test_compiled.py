@@ -106,6 +106,20 @@ def test_strides_and_unused_memory_do_not_matter(calls, function, dtype):
 
 
 @needs_compiler
+def test_log_sum_exp_is_of_the_logits(calls):
+    q, k, v, row, intervals = problem("ssmax", 70, 90)
+    intervals = intervals.clone()
+    intervals[:, 3] = 0
+    found = cpu.attention(q, k, v, row, intervals, *REST, "ssmax", 0.3, 0.0, 0.0, 0, False)[1]
+    z = 0.3 * q.double() @ k.double().repeat_interleave(2, 1).mT * row.double()[..., None]
+    columns = torch.arange(90)
+    hidden = (columns < intervals[..., :1]) | (columns >= intervals[..., 1:])
+    expected = z.masked_fill(hidden[:, None], -math.inf).logsumexp(-1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert calls
+
+
+@needs_compiler
 @FUNCTIONS
 def test_rows_that_see_nothing_give_zeros(calls, function):
     for M, N in ((5, 0), (0, 5), (70, 20)):

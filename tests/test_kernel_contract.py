@@ -572,7 +572,7 @@ def test_what_a_call_returns(backend):
     assert log_sum_exp.shape == (1, 2, 3)
     both = verb("ssmax", backend)(q, q, q, return_log_sum_exp=True, return_statistics=True)
     assert len(both) == 3
-    assert torch.equal(both[1], log_sum_exp)
+    torch.testing.assert_close(both[1], log_sum_exp)  # on a CPU statistics take another path
     assert isinstance(both[2], functional.Statistics)
 
 

@@ -415,7 +415,8 @@ def counted(model, function: str, monkeypatch, **inputs) -> list[torch.Tensor]:
             )
             count = mask[..., :N].sum(-1).float()
         else:
-            *_, count = masks.visible_keys(attention_mask, M, N, False, query.device)
+            *_, log_n = masks.visible_keys(attention_mask, M, N, False, query.device)
+            count = log_n.exp().round()
         found.append(count.expand(query.shape[0], 1, M)[:, 0])
         return value.new_zeros(query.shape[0], M, query.shape[1], value.shape[-1]), None
 
