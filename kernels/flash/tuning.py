@@ -108,7 +108,7 @@ BLACKWELL = HALF | {
     "dq": HALF["dq"] | {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
     ("dq", "terms"): HALF["dq"] | {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
     "dkdv": HALF["dkdv"] | {128: Tile(32, 64, 8, 2)},
-    ("dkdv", "sigmoid"): HALF["dkdv"] | {64: Tile(64, 128, 8, 2), 128: Tile(32, 64, 8, 2)},
+    ("dkdv", "sigmoid"): HALF["dkdv"] | {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 8, 2)},
 }
 # 64 kB of shared memory, and wavefronts of 64: more than four would compute scores twice.
 CDNA = {
