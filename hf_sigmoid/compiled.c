@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ROWS = 64, KEYS = 512 };
+enum { ROWS = 128, KEYS = 512 };
 #define LOG2E 1.4426950408889634f
 
 typedef void Gemm(const char *, const char *, const int64_t *, const int64_t *, const int64_t *,
