@@ -62,6 +62,10 @@ QWEN2_VL = {
 GEMMA3 = {"text_config": {**GROUPED, **SLIDING}, "vision_config": {
     **VISION, "model_type": "siglip_vision_model"}, "image_token_index": 259,
     "mm_tokens_per_image": 4}  # fmt: skip
+# An older release lists the parts in another order.
+PART = "--part must be one of vision_config, text_config"
+if not releases.IS_NEWEST:
+    PART = "--part must be one of .*text_config.*"
 LLAVA = {"text_config": {**GROUPED, "model_type": "llama"}, "vision_config": {
     **VISION, "model_type": "clip_vision_model"}, "image_token_index": 259}  # fmt: skip
 
@@ -406,7 +410,7 @@ def refused(tmp_path):
         "no_text": ("DbrxForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 1}, {},
                     r"'dbrx' has parts \(attn_config, ffn_config\) and none of them is its text"),
         "no_part": ("LlavaForConditionalGeneration", LLAVA, {"part": "audio_config"},
-                    r"--part must be one of .*text_config.*, got 'audio_config'"),
+                    PART + ", got 'audio_config'"),
         "no_parts": ("LlamaForCausalLM", GROUPED, {"part": "text_config"},
                      "--part: 'llama' has no parts, got 'text_config'"),
         "part_layer": ("LlavaForConditionalGeneration", LLAVA, {"layers": [2]},

@@ -47,6 +47,11 @@ REPRESENTATIVE = (
 
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
 
+# Until it is on the attention interface another line says so, before anything is looked at.
+LONGT5 = "LongT5LocalAttention computes softmax"
+if not releases.IS_NEWEST:
+    LONGT5 += "|does not go through"
+
 
 @pytest.fixture(autouse=True)
 def _is_there(request):
@@ -141,7 +146,7 @@ def test_a_wrong_attention_function_is_found_out(monkeypatch):
         ("git", "GIT_SELF_ATTENTION_CLASSES"),
         ("sam", "SAM_VISION_ATTENTION_CLASSES"),
         ("deepseek_vl_hybrid", "SAM_VISION_ATTENTION_CLASSES"),
-        ("longt5", "LongT5LocalAttention computes softmax|does not go through"),
+        ("longt5", LONGT5),
         ("bigbird_pegasus", r"BigBirdPegasus\w+Attention computes softmax"),
         ("gemma4_audio", "Gemma4AudioAttention computes softmax"),
         ("gemma4_assistant", "gemma4_assistant turns its attention mask around"),
@@ -190,7 +195,7 @@ def built(model_type: str, implementation="eager", **extra):
         ("bloom", "does not go through"),
         ("mamba", "has no attention"),
         ("git", "GitSelfAttention computes softmax|does not|composed of parts"),
-        ("longt5", "LongT5LocalAttention computes softmax|does not go through"),
+        ("longt5", LONGT5),
         ("bigbird_pegasus", r"BigBirdPegasus\w+Attention computes softmax"),
         ("pegasus_x", "PegasusXGlobalLocalAttention computes softmax"),
         ("evolla", "computes softmax|composed of parts"),
@@ -380,7 +385,7 @@ def keywords_of_the_interface() -> dict[str, set[str]]:
 
 def test_every_keyword_that_a_model_passes_is_honoured_refused_or_known_to_say_nothing():
     found = keywords_of_the_interface()
-    assert len(found["scaling"]) > 200  # the scan sees the calls
+    assert len(found["scaling"]) > (300 if releases.IS_NEWEST else 200)  # the scan sees the calls
     signatures = map(inspect.signature, (attention.attention, attention.read))
     honoured = {name for each in signatures for name in each.parameters} - {"function", "kwargs"}
     known = honoured | set(attention.REFUSED) | set(attention.WITHOUT_MEANING) | {"**"}
