@@ -364,7 +364,7 @@ def test_decode_equals_prefill(monkeypatch, launches, function, M, R, mask, term
 
 @pytest.mark.parametrize(
     ("programs", "key_tiles", "expected"),
-    [(1, 1000, 125), (1, 3, 1), (1, 9, 3), (132, 1000, 2), (1, 0, 1), (32, 256, 8), (96, 512, 11)],
+    [(1, 1000, 125), (1, 3, 1), (1, 9, 3), (132, 1000, 2), (1, 0, 1), (32, 256, 8), (96, 512, 8)],
 )
 def test_shares_fill_the_gpu_and_are_not_too_small(monkeypatch, programs, key_tiles, expected):
     monkeypatch.setattr(tuning, "multiprocessors", lambda: 132)

@@ -179,13 +179,14 @@ def tile(
 def splits(programs: int, key_tiles: int) -> int:
     """Into how many shares decoding splits its keys.
 
-    Programs run in waves of two a multiprocessor, and each takes as long as its share. So the time
-    is waves x tiles of a share; the fewest shares of those that are within 2 % of the least.
+    Programs run in waves of two a multiprocessor, and each takes as long as its share and about one
+    tile more, to begin and to write. So the time is waves x (tiles of a share + 1); the fewest
+    shares of those that are within 2 % of the least.
     """
     slots = 2 * multiprocessors()
 
     def time(shares: int) -> int:
-        return triton.cdiv(programs * shares, slots) * triton.cdiv(key_tiles, shares)
+        return triton.cdiv(programs * shares, slots) * (triton.cdiv(key_tiles, shares) + 1)
 
     most = max(1, min(MOST_SPLITS, key_tiles // LEAST_TILES_OF_A_SPLIT))
     least = min(time(shares) for shares in range(1, most + 1))
