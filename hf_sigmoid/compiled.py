@@ -80,12 +80,13 @@ def library() -> tuple[ctypes.CDLL, dict] | None:
     if os.environ.get("HF_SIGMOID_COMPILE") == "0":
         return None
     try:
-        compiled, mkl = ctypes.CDLL(str(_build())), ctypes.CDLL(torch._C.__file__)
+        mkl = ctypes.CDLL(torch._C.__file__)
         names = {**PRODUCTS, "threads": "MKL_Set_Num_Threads_Local"}
         address = {
             key: ctypes.cast(getattr(mkl, name), ctypes.c_void_p).value
             for key, name in names.items()
         }
+        compiled = ctypes.CDLL(str(_build()))
     except (OSError, AttributeError, subprocess.SubprocessError):
         return None
     return compiled, address
