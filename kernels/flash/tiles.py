@@ -174,7 +174,7 @@ def row_ptrs(x, b, h, rows, H: tl.constexpr, M):
     A tensor by row has no strides of its own: they would depend on M, and Triton would compile a
     kernel for each kind of M.
     """
-    return (x + (b.to(tl.int64) * H + h) * M) + rows
+    return x + (b.to(tl.int64) * H + h) * M + rows
 
 
 @triton.jit
@@ -192,7 +192,7 @@ def load_intervals(intervals, b, rows, M, N):
 
     Of a contiguous [B, M, 2] tensor.
     """
-    ptrs = (intervals + b.to(tl.int64) * M * 2) + rows * 2
+    ptrs = intervals + (b.to(tl.int64) * M + rows) * 2
     lo = tl.load(ptrs, mask=rows < M, other=0)
     hi = tl.load(ptrs + 1, mask=rows < M, other=0)
     lo = tl.maximum(lo, 0)
