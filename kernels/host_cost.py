@@ -8,7 +8,7 @@ and Triton's launcher. Shapes are a 7B model's: 32 query heads, 8 key heads, D 1
 
     launches     Triton kernels that one call starts
     torch ops    torch's operators in one call that start a kernel on a GPU: no views or allocations
-                 (`_local_scalar_dense`, a CPU's look at a result, is `_assert_async` there)
+                 (abs, ne, eq, mul, all and `_local_scalar_dense` look at the bias on a CPU only)
     µs           of the host, median of --calls calls: `op` is the operator of the kernels, `verb`
                  the public function, `transformers` the function that transformers calls
     variants     kernels that compile in one generation from 256 to 4096 keys (its prefill, then a
