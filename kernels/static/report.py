@@ -10,8 +10,8 @@ Columns, of the whole kernel:
     kernel … D     what was launched; D/V where they differ, `terms`: with every optional argument,
                    `decode`: one query a sequence, `statistics`: with them, `tanh`: with
                    HF_SIGMOID_FORM=tanh, `expanded`: one key head for all. `terms`, `logit_bias`,
-                   `mask dropout`, `statistics`, fp32 and 256 have no limits but that they compile and
-                   fit; most run on sm_80 and sm_120 only, unless --targets is given
+                   `mask dropout`, `statistics`, fp32 and 256 have no limits but that they compile
+                   and fit; most run on sm_80 and sm_120 only, unless --targets is given
     tile, w, form  BLOCK_M×BLOCK_N, num_warps and the form of σ (flash/tuning.py) of the launch
     regs           registers of a thread (AMD: vector registers)
     spill, local   bytes of registers spilled to and filled from memory (AMD: bytes of scratch), and
