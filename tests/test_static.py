@@ -244,3 +244,12 @@ def test_kernels_compile_for_gpus_that_are_not_here():
         for kernel in ("forward", "backward"):
             assert any(line.startswith(f"{target:6} {kernel}") for line in rows), done.stdout
     assert "error" not in done.stdout and "shared kB" not in done.stdout, done.stdout
+
+
+def test_a_baseline_holds_for_every_row_of_one_name(monkeypatch, tmp_path):
+    """A call lists the tiles of a mask once a kernel, each with another size."""
+    monkeypatch.setattr(limits, "BASELINE", tmp_path / "baseline.json")
+    rows = [row(registers=64), row(registers=96), row(registers=40)]
+    limits.write_baseline(rows)
+    baseline = limits.read_baselines()[1]
+    assert [found for each in rows for found in limits.grown(each, baseline)] == []
