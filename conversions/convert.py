@@ -84,8 +84,7 @@ def convert(
             renamed.
         function: "ssmax" or "sigmoid".
         init: what the query biases or scales start from, see `Plan`. None: ssmax starts as the
-            identity, sigmoid from the better on the evaluation text of "calibrated-query" and
-            "calibrated".
+            identity, sigmoid from the best on the evaluation text of those that are calibrated.
         layers: indices of the layers to convert, or text as "0-15,not:3"; None converts all.
         part: of a composite model, the part to convert, see `plan`.
         keep_softmax: sigmoid only: so many layers, those farthest from their softmax output, stay

@@ -20,6 +20,7 @@ PANELS = {
     "offset": ("offset β, nats", 0.0),
     "slope": ("slope γ, nats per log n", -1.0),
     "query": ("‖w‖, nats per unit of q", None),
+    "hidden": ("‖u‖, nats per unit of x", None),
 }
 
 
@@ -110,7 +111,7 @@ def draw_rows(file: Path, numbers: dict[str, dict[str, Tensor]]) -> None:
         axes.set_xlabel("head", fontsize=8)
         axes.tick_params(labelsize=7)
     figure.axes[0].set_ylabel("layer", fontsize=8)
-    formula = "b = β + γ log n + w·q" if "query" in panels else "b = β + γ log n"
+    formula = "b = β + γ log n" + " + w·q" * ("query" in panels) + " + u·x" * ("hidden" in panels)
     figure.suptitle(f"{formula} of every head; white is −log n", fontsize=10)
     figure.savefig(file, format="png")
 

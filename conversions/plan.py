@@ -13,7 +13,7 @@ from hf_sigmoid.conversions.models import find_part, part_of
 # The first of each is the default.
 STARTS = {
     "ssmax": ("identity", "paper", "anchored:L"),
-    "sigmoid": ("calibrated-query", "calibrated", "minus-log-n"),
+    "sigmoid": ("calibrated-hidden", "calibrated-query", "calibrated", "minus-log-n"),
 }
 
 
@@ -25,10 +25,11 @@ class Plan:
         identity      β 1, γ 0: the softmax model, to the last bit
         paper         β 0, γ 1 / mean of log n (Nakanishi 2025)
         anchored:L    c_m = 1 up to n = L, then log n / log L
-    sigmoid, b_m = β + γ log n_m (+ w·q_m):
-        minus-log-n       β 0, γ −1 (Ramapuram et al. 2024)
-        calibrated        β and γ of every head fitted to its rows' log-sum-exp
-        calibrated-query  and w, linear in the query
+    sigmoid, b_m = β + γ log n_m (+ w·q_m) (+ u·x_m):
+        minus-log-n        β 0, γ −1 (Ramapuram et al. 2024)
+        calibrated         β and γ of every head fitted to its rows' log-sum-exp
+        calibrated-query   and w, linear in the query
+        calibrated-hidden  and u, linear in what the attention module gets
     """
 
     function: str
@@ -102,8 +103,7 @@ def plan(
             kept.append(name)
             continue
         converted.append(name)
-        with_query = init == "calibrated-query"
-        width = 2 + (parameters.head_dim(module) or 0 if with_query else 0)
+        width = 2 + sum(parameters.widths(module)[name] or 0 for name in weights_of(init))
         numbers += parameters.head_count(module) * width
     model_type = model.config.model_type
     return Plan(function, init, layers, model_type, tuple(converted), tuple(kept), numbers, part)
@@ -156,7 +156,7 @@ def apply(model: PreTrainedModel, plan: Plan, fits: dict | None = None) -> dict[
         raise ValueError(f"the start {plan.init!r} needs fits of {len(plan.converted)} modules")
     if calibrated:
         check_reached(name for name in plan.converted if name not in fits)
-    with_query = plan.init == "calibrated-query"
+    weights = dict.fromkeys(weights_of(plan.init), True)
     numbers: dict = {}
     if plan.init == "paper":
         numbers = {"offset": 0.0, "slope": "paper"}
@@ -166,8 +166,8 @@ def apply(model: PreTrainedModel, plan: Plan, fits: dict | None = None) -> dict[
     weights_source.remember_source(model, None)  # its numbers will fit its weights
     with support.unchanged_on_error(model):
         configuration.configure(
-            part_of(model, plan.part), plan.function, learn=True, query=with_query,
-            layers=plan.layers, **numbers,
+            part_of(model, plan.part), plan.function, learn=True, layers=plan.layers,
+            **weights, **numbers,
         )  # fmt: skip
         support.check_model(model, support.wishes(model.config))
     report: dict[str, dict] = {}
@@ -180,11 +180,16 @@ def apply(model: PreTrainedModel, plan: Plan, fits: dict | None = None) -> dict[
         report[name] = {
             number: [value.min().item(), value.max().item()]
             for number, value in holder.named_parameters()
-            if number != "query" and not value.is_meta
+            if number in ("offset", "slope") and not value.is_meta
         }
         if calibrated:
             report[name]["r_squared"] = fits[name].r_squared.mean().item()
     return report
+
+
+def weights_of(init: str) -> tuple[str, ...]:
+    """What a start is linear in, beside log n: "query", "hidden"."""
+    return {"calibrated-query": ("query",), "calibrated-hidden": ("query", "hidden")}.get(init, ())
 
 
 def check_reached(missing: Iterable[str]) -> None:

@@ -11,7 +11,16 @@ from hf_sigmoid.conversions import statistics
 from hf_sigmoid.conversions.calibrate import Fit, NormalEquations, collect, layer_errors, solve
 from hf_sigmoid.conversions.compare import Measure
 from hf_sigmoid.conversions.evaluation import Stages
-from hf_sigmoid.conversions.plan import Plan, apply, check_init, check_reached, layer_indices, plan
+from hf_sigmoid.conversions.plan import (
+    STARTS,
+    Plan,
+    apply,
+    check_init,
+    check_reached,
+    layer_indices,
+    plan,
+    weights_of,
+)
 from hf_sigmoid.conversions.reading import reader
 from hf_sigmoid.conversions.revert import revert
 from hf_sigmoid.conversions.verify import differences, runs, unreached
@@ -20,6 +29,7 @@ from hf_sigmoid.text.sources import Text
 # Equal logits: the same sums in the same order, or (padding takes another path) another order in
 # float32.
 IDENTITY_TOLERANCE = 1e-5
+CALIBRATED = [init for init in STARTS["sigmoid"] if init.startswith("calibrated")]
 EAGER_ROUNDINGS = 8  # of the inputs' dtype, one after another, in a model without another softmax
 
 
@@ -80,7 +90,10 @@ def calibration_sums(
         sums, tokens, text_sha256 = statistics.load(stats, weights=weights)
     else:
         with stages("calibration", tokens):
-            sums = collect(model, ids.split(4), part=chosen.part, progress=progress)
+            sums = collect(
+                model, ids.split(4), hidden="hidden" in weights_of(chosen.init), part=chosen.part,
+                progress=progress,
+            )  # fmt: skip
     check_reached(module for module in chosen.converted if module not in sums)
     return Calibration(sums, list(ids[:4].split(4)), weights, tokens, name, text_sha256)
 
@@ -128,7 +141,10 @@ def _choose(
 ) -> tuple[dict[str, Fit], Plan, dict[str, float]]:  # fmt: skip
     """Fits and plan of the better start on held-out text, and the measure of each."""
     candidates = {}
-    for name in ("calibrated-query", "calibrated"):
+    inputs_known = all(each.hidden_gram is not None for each in sums.values())
+    for name in CALIBRATED:
+        if "hidden" in weights_of(name) and not inputs_known:
+            continue  # a module that does not get one row a query, or statistics of a file
         fits = _fits(sums, name)
         candidate = plan(model, "sigmoid", layers=chosen.layers, init=name, part=chosen.part)
         apply(model, candidate, fits)
@@ -140,7 +156,7 @@ def _choose(
 
 def _fits(sums: dict[str, NormalEquations], init: str) -> dict[str, Fit]:
     """The fits of a start; "minus-log-n" is b = −log n as one, to measure its errors."""
-    fits = solve(sums, query=init == "calibrated-query")
+    fits = solve(sums, **{name: name in weights_of(init) for name in ("query", "hidden")})
     if init == "minus-log-n":
         for fit in fits.values():
             fit.offset, fit.slope = torch.zeros_like(fit.offset), -torch.ones_like(fit.slope)

@@ -88,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", required=True, choices=["ssmax", "sigmoid"], dest="function")
     convert.add_argument(
         "--init", metavar="START",
-        help="ssmax: identity (default), paper, anchored:L; sigmoid: calibrated-query, "
-        "calibrated (default: the better of both on held-out text), minus-log-n",
+        help="ssmax: identity (default), paper, anchored:L; sigmoid: calibrated-hidden, "
+        "calibrated-query, calibrated (default: the best of them on held-out text), minus-log-n",
     )  # fmt: skip
     convert.add_argument(
         "--layers", metavar="LAYERS", help="layers to convert, as 0-15,not:3 (default: all)"

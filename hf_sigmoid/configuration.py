@@ -60,11 +60,12 @@ def configure(
     offset: float | Sequence[float] | Tensor | None = None,
     slope: float | Sequence[float] | Tensor | str | None = None,
     query: bool = False,
+    hidden: bool = False,
     learn: bool = False,
     layers: Sequence[int] | None = None,
     anchor: int | None = None,
 ) -> None:
-    """Choose the attention function of a model, row_m = offset_h + slope_h·log n_m (+ w_h·q_m).
+    """Choose the attention function of a model, row_m = offset_h + slope_h·log n_m (+ w_h·q_m + u_h·x_m).
 
     Sets `config.hf_sigmoid`; on a model also adds or removes the `log_length` holders and switches
     the attention implementation. A composite model is configured through its parts:
@@ -76,6 +77,8 @@ def configure(
         slope: γ, a float or `[H]`; None takes the default (−1 for sigmoid, 0 for ssmax). "paper" is
             1 / mean of log n over n = 1 … max_position_embeddings, for ssmax from scratch.
         query: also hold w `[H, D]`, starting at 0.
+        hidden: also hold u `[H, hidden size]`, starting at 0, for x_m, which the attention module
+            gets for query m. A module that gets none raises ValueError when it runs.
         learn: hold the numbers as trainable float32 parameters; else they are constants of the
             config. ssmax with neither offset nor slope given is always learnable: its default.
         layers: indices of the layers to convert, the others stay softmax; None converts all.
@@ -98,8 +101,8 @@ def configure(
     model = None if isinstance(model_or_config, PreTrainedConfig) else model_or_config
     if function == "softmax":
         given = (offset, slope, layers, anchor)
-        if any(each is not None for each in given) or query or learn:
-            raise ValueError("softmax takes no offset, slope, query, learn, layers or anchor")
+        if any(each is not None for each in given) or query or hidden or learn:
+            raise ValueError("softmax takes no offset, slope, query, hidden, learn, layers or anchor")
         _unset(config, model)
         return
 
@@ -110,11 +113,10 @@ def configure(
             f"configure one of them ({', '.join(parts)}), or the module that it belongs to"
         )
     section = _section(function)
-    if offset is not None or slope is not None or query or learn:
+    if offset is not None or slope is not None or query or hidden or learn:
         section["learn"] = bool(learn)
-        section["parameters"] = ["offset", "slope"] if learn or query else []
-        if query:
-            section["parameters"].append("query")
+        section["parameters"] = ["offset", "slope"] if learn or query or hidden else []
+        section["parameters"] += ["query"] * query + ["hidden"] * hidden
     if isinstance(slope, str) and slope == "paper":
         slope = _paper_slope(config, function)
     heads = config_heads(config)

@@ -1,17 +1,20 @@
 """The `log_length` holder on each converted attention module, which gives a row its number.
 
-    row_m = β_h + γ_h log n_m (+ w_h·q_m)        n_m = keys visible to query m
-    row_m = β_h + γ_h max(0, log(n_m / L))        with an anchor L: β up to n = L
+    row_m = β_h + γ_h log n_m (+ w_h·q_m) (+ u_h·x_m)   n_m = keys visible to query m
+    row_m = β_h + γ_h max(0, log(n_m / L))              with an anchor L: β up to n = L
 
-is the bias of sigmoid attention or the multiplier of SSMax. Which of offset β, slope γ and query w
-are parameters, and their initial values, is in the config's section (`configuration.py`).
+is the bias of sigmoid attention or the multiplier of SSMax; x_m is what the attention module gets
+for query m, q_m its query with positions in it. Which of offset β, slope γ, query w and hidden u are
+parameters, and their initial values, is in the config's section (`configuration.py`).
+
+x_m is noted by hooks of the attention module, which are on it while its holder has u.
 """
 
 import functools
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +24,27 @@ from transformers.configuration_utils import PreTrainedConfig
 from hf_sigmoid.layer_types import FUNCTIONS, HOLDER
 
 
-class LogLength(nn.Module):
-    """β_h + γ_h log n_m (+ w_h·q_m), float32. Read it by calling it: FSDP and PEFT hook that."""
+NAMES = ("offset", "slope", "query", "hidden")
 
-    def __init__(self, function: str, heads: int, head_dim: int | None, section: dict):
+
+class LogLength(nn.Module):
+    """The per-query terms of one module, float32. Read it by calling it: FSDP and PEFT hook that.
+
+    Args:
+        widths: of q and of x, None where unknown.
+    """
+
+    def __init__(self, function: str, heads: int, widths: dict[str, int | None], section: dict):
         super().__init__()
         self.function = function
         self.heads = heads
-        self.values = {name: section.get(name, 0.0) for name in ("offset", "slope", "query")}
+        self.values = {name: section.get(name, 0.0) for name in NAMES}
         self.anchor = section.get("anchor")  # L, or None
-        shapes = {"offset": (heads,), "slope": (heads,), "query": (heads, head_dim)}
-        for name in shapes:
+        self.hooks: tuple = ()  # on the attention module
+        self.name = ""  # the attention module's
+        self.inputs: Tensor | None = None  # x [B, M, width], while the attention module runs
+        shapes = {name: (heads, widths[name]) if name in widths else (heads,) for name in NAMES}
+        for name in NAMES:
             wanted = name in section["parameters"] and function in FUNCTIONS
             # Not the default dtype, which transformers sets to the model's while it builds one.
             empty = torch.empty(shapes[name], dtype=torch.float32) if wanted else None
@@ -73,7 +86,21 @@ class LogLength(nn.Module):
             row = offset + slope * log_n
         if self.query is not None:
             row = row + torch.einsum("bhmd,hd->bhm", query.float(), _local(self.query).float())
+        if self.hidden is not None:
+            row = row + self._of_inputs(query)
         return row
+
+    def _of_inputs(self, query: Tensor) -> Tensor:
+        """u_h·x_m `[B, H, M]`."""
+        if not fits(self.inputs, query, self.hidden.shape[-1]):
+            given = None if self.inputs is None else list(self.inputs.shape)
+            wanted = [query.shape[0], query.shape[2], self.hidden.shape[-1]]
+            raise ValueError(
+                f"{self.name}: a query bias that reads hidden states needs a module whose first "
+                f"input is {wanted}, one row a query, got {given}: expected it without `hidden`"
+            )
+        x = self.inputs.to(query.device).float()
+        return torch.einsum("bmc,hc->bhm", *_replicated(x, self.hidden))
 
     def _read(self, name: str, query: Tensor) -> Tensor | float:
         """One number for all heads, or one a head: [1, H, 1], float32."""
@@ -100,13 +127,49 @@ def attach(model: nn.Module) -> None:
         layer = layer_index(name, module)
         converted = section.get("layers") is None or layer in section["layers"]
         function = section["function"] if converted else "softmax"
-        holder = LogLength(function, head_count(module), head_dim(module), section)
+        holder = LogLength(function, head_count(module), widths(module), section)
         # Added to a finished model it joins the others; in one that is being made without memory
         # it stays on the meta device, even where a module (diffllama's) has a parameter with some.
         own = next(module.parameters(), None)
         if own is not None and not any(parameter.is_meta for parameter in holder.parameters()):
             holder = holder.to(_execution_device(module) if own.is_meta else own.device)
         module.add_module(HOLDER, holder)
+        if holder.hidden is not None:
+            holder.name = name
+            holder.hooks = watch_inputs(module, _keep_inputs)
+
+
+def _keep_inputs(module: nn.Module, inputs: Tensor | None) -> None:
+    holder_of(module).inputs = inputs
+
+
+def watch_inputs(module: nn.Module, keep: Callable[[nn.Module, Tensor | None], None]) -> tuple:
+    """Call `keep` with a module and its first input when it begins, with None when it ends.
+
+    Returns:
+        The hooks.
+    """
+    first = list(inspect.signature(type(module).forward).parameters)[1]
+    return (
+        module.register_forward_pre_hook(
+            functools.partial(_begins, keep, first), with_kwargs=True
+        ),
+        module.register_forward_hook(functools.partial(_ends, keep), always_call=True),
+    )
+
+
+def _begins(keep, first: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    keep(module, args[0] if args else kwargs.get(first))
+
+
+def _ends(keep, module: nn.Module, args: tuple, output: object) -> None:
+    keep(module, None)
+
+
+def fits(inputs: Tensor | None, query: Tensor, width: int | None = None) -> bool:
+    """Is what an attention module got `[B, M, width]`, one row for each query?"""
+    shape = getattr(inputs, "shape", ())
+    return shape[:-1] == (query.shape[0], query.shape[2]) and width in (None, shape[-1])
 
 
 def _execution_device(module: nn.Module) -> torch.device | str | int:
@@ -132,6 +195,8 @@ def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def detach(model: nn.Module) -> None:
     """Remove every holder."""
     for _, module in list(holders(model)):
+        for hook in holder_of(module).hooks:
+            hook.remove()
         del module._modules[HOLDER]
 
 
@@ -194,6 +259,18 @@ def head_dim(module: nn.Module) -> int | None:
     return hidden // head_count(module) if hidden else None
 
 
+def widths(module: nn.Module) -> dict[str, int | None]:
+    """Features of a query, and of what the module gets for it; None if unknown."""
+    return {"query": head_dim(module), "hidden": _input_width(module)}
+
+
+def _input_width(module: nn.Module) -> int | None:
+    for child in module.modules():  # the first projection of all reads it
+        if isinstance(width := getattr(child, "in_features", getattr(child, "nx", None)), int):
+            return width
+    return getattr(module.config, "hidden_size", None)
+
+
 def sub_configs(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     """The configs of a composite model's parts."""
     pairs = ((name, getattr(config, name, None)) for name in config.sub_configs or {})
@@ -223,6 +300,17 @@ def layer_index(name: str, module: nn.Module) -> int | None:
 def _value(value: float | list[float], heads: int, parameter: Tensor) -> Tensor:
     number = torch.as_tensor(value, dtype=parameter.dtype, device=parameter.device)
     return number.expand(parameter.shape) if number.dim() == 0 else number.reshape(parameter.shape)
+
+
+def _replicated(x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """x and u as local tensors; of heads that are split, x's gradient sums over the processes."""
+    if hasattr(hidden, "placements"):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh = hidden.device_mesh
+        if any(place.is_shard() for place in hidden.placements):
+            x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False).to_local()
+    return x, _local(hidden).float()
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def _finish(model: PreTrainedModel) -> None:
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         # Heads are split where q_proj is: each rank holds the numbers of its own heads.
         if plan.get(f"{pattern.removesuffix(HOLDER)}q_proj") == "colwise":
-            for parameter in ("offset", "slope", "query"):
+            for parameter in parameters.NAMES:
                 plan[f"{pattern}.{parameter}"] = "colwise"
 
 

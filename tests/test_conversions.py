@@ -34,7 +34,7 @@ from hf_sigmoid.conversions import (
     revert,
     token_windows,
 )  # fmt: skip
-from hf_sigmoid.conversions.calibrate import layer_errors
+from hf_sigmoid.conversions.calibrate import collect, layer_errors, solve
 from hf_sigmoid.conversions.plan import parse_layers
 
 SMALL = {"window": 32, "windows": 6, "progress": False}
@@ -80,7 +80,7 @@ def test_ssmax_starts_as_the_identity_to_the_last_bit(source, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab")["input_ids"]
 
 
-@pytest.mark.parametrize("init", ["calibrated", "calibrated-query"])
+@pytest.mark.parametrize("init", ["calibrated", "calibrated-query", "calibrated-hidden"])
 def test_sigmoid_starts_from_the_fit(source, tmp_path, init):
     report = convert(source, tmp_path / "out", "sigmoid", init=init, **SMALL)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -138,11 +138,35 @@ def test_calibration_is_least_squares_on_the_log_sum_exp(source):
 def test_a_better_fit_leaves_a_smaller_residual(source):
     model = AutoModelForCausalLM.from_pretrained(source)
     ids = token_windows(AutoTokenizer.from_pretrained(source), text.train(), 24, 8)
-    plain, with_query = (
-        calibrate(model, ids.split(4), query=q, progress=False) for q in (False, True)
+    plain, with_query, with_hidden = (
+        calibrate(model, ids.split(4), query=q, hidden=h, progress=False)
+        for q, h in ((False, False), (True, False), (True, True))
     )
     for name in plain:
         assert (with_query[name].residual < plain[name].residual).all()
+        assert (with_hidden[name].residual < with_query[name].residual).all()
+
+
+def test_the_fit_of_the_modules_inputs_is_least_squares(source):
+    """Block elimination against one dense system of all features, head by head."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    ids = token_windows(AutoTokenizer.from_pretrained(source), text.train(), 24, 16)
+    sums = collect(model, ids.split(4), hidden=True, progress=False)
+    for equations, fit in zip(
+        sums.values(), solve(sums, query=True, hidden=True).values(), strict=True
+    ):
+        for head in range(4):
+            cross = equations.hidden_cross[head]
+            dense = torch.cat([
+                torch.cat([equations.gram[head], cross.T], 1),
+                torch.cat([cross, equations.hidden_gram], 1),
+            ])  # fmt: skip
+            moment = torch.cat([equations.moment[head].squeeze(-1), equations.hidden_moment[head]])
+            found = torch.cat(
+                [fit.offset[head, None], fit.slope[head, None], fit.query[head], fit.hidden[head]]
+            )
+            # q is linear in x but for its rotation, so several solutions may be equally good.
+            torch.testing.assert_close(dense @ -found, moment, rtol=1e-6, atol=1e-6)
 
 
 def test_layers_that_are_not_named_stay_softmax(source, tmp_path):
@@ -154,7 +178,7 @@ def test_layers_that_are_not_named_stay_softmax(source, tmp_path):
 def test_the_default_start_is_the_better_one_on_held_out_text(source, tmp_path):
     report = convert(source, tmp_path / "out", "sigmoid", **SMALL)
     starts = report["perplexity_of_starts"]
-    assert set(starts) == {"calibrated-query", "calibrated"}
+    assert set(starts) == {"calibrated-hidden", "calibrated-query", "calibrated"}
     assert report["plan"]["init"] == min(starts, key=starts.get)
     assert report["perplexity_after"] == pytest.approx(min(starts.values()))
     untold = convert(source, tmp_path / "plain", "sigmoid", init="minus-log-n", **SMALL)
@@ -469,7 +493,7 @@ def bad_inputs(source, tmp_path):
         ),
         "layer": ({"layers": [5]}, "layers must be indices from 0 to 1, got 5"),
         "window": ({"window": 65}, "window must be at most the model's 64 positions, got 65"),
-        "start": ({"init": "identity"}, "sigmoid starts from calibrated-query, .* got 'identity'"),
+        "start": ({"init": "identity"}, "sigmoid starts from calibrated-hidden, .* got 'identity'"),
         "anchor": ({"function": "ssmax", "init": "anchored:x"}, "anchored:L needs a length L"),
         "keep": ({"keep_softmax": 2}, "--keep-softmax must leave a layer of 2, got 2"),
         "keep_ssmax": ({"function": "ssmax", "keep_softmax": 1}, "ranks layers for sigmoid"),

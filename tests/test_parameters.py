@@ -1,5 +1,6 @@
 """Holders and the config's section: attached, saved, loaded, refused when they disagree."""
 
+import copy
 import functools
 import json
 import math
@@ -65,7 +66,7 @@ def test_save_and_load_in_a_fresh_process(tmp_path, function):
         tmp_path / "expected.safetensors",
     )
     names = [name for name in load_file(tmp_path / "model.safetensors") if "log_length" in name]
-    assert len(names) == (6 if function == "sigmoid" else 4)
+    assert len(names) == (8 if function == "sigmoid" else 4)
     code = (
         "import sys, torch, hf_sigmoid\n"
         "from safetensors.torch import load_file\n"
@@ -523,3 +524,64 @@ def test_the_plugin_changes_nothing_for_others(tmp_path):
         not list(parameters.holders(model))
         and "log_length" not in model._keep_in_fp32_modules_strict
     )
+
+
+# The part that is linear in what the module gets
+
+
+def test_hidden_reads_what_the_module_gets():
+    """b = β + γ log n + w·q + u·x, by hand from x, and nothing of x is kept behind the call."""
+    model, seen = tiny_models.converted("llama", "sigmoid"), {}
+    module = model.model.layers[1].self_attn
+    holder = module.log_length
+
+    def keep(_, args, row):
+        seen["row"], seen["x"] = row, holder.inputs
+        seen["without"] = holder.offset.view(1, -1, 1) + holder.slope.view(1, -1, 1) * args[0]
+        seen["without"] = seen["without"] + torch.einsum("bhmd,hd->bhm", args[1], holder.query)
+
+    def given(_, args, kwargs):
+        seen["given"] = kwargs["hidden_states"]
+
+    hooks = [
+        holder.register_forward_hook(keep),
+        module.register_forward_pre_hook(given, with_kwargs=True),
+    ]
+    tiny_models.output(model, input_ids=tiny_models.tokens())
+    for hook in hooks:
+        hook.remove()
+    assert seen["x"] is seen["given"] and holder.inputs is None
+    expected = seen["without"] + (seen["x"] @ holder.hidden.T).transpose(1, 2)
+    torch.testing.assert_close(seen["row"], expected)
+
+
+def test_an_interrupted_call_keeps_no_inputs():
+    model = tiny_models.converted("llama", "sigmoid")
+    module = model.model.layers[0].self_attn
+
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    with module.o_proj.register_forward_pre_hook(fails), pytest.raises(RuntimeError):
+        model(tiny_models.tokens())
+    assert module.log_length.inputs is None
+
+
+def test_a_copy_watches_its_own_inputs_and_taking_it_out_ends_that():
+    model, ids = tiny_models.converted("llama", "sigmoid"), tiny_models.tokens()
+    before = tiny_models.output(model, input_ids=ids)
+    twin = copy.deepcopy(model)
+    assert torch.equal(tiny_models.output(twin, input_ids=ids), before)
+    hf_sigmoid.configure(twin, "softmax")
+    for module in (each.self_attn for each in twin.model.layers):
+        assert not module._forward_pre_hooks and not module._forward_hooks
+    assert torch.equal(tiny_models.output(model, input_ids=ids), before)
+
+
+def test_hidden_is_refused_where_a_module_gets_no_row_a_query():
+    model = tiny_models.build("llama")
+    hf_sigmoid.configure(model, "sigmoid", hidden=True)
+    holder = model.model.layers[0].self_attn.log_length
+    for holder.inputs in (None, torch.zeros(1, 3, 8), torch.zeros(3, 32)):
+        with pytest.raises(ValueError, match=r"layers\.0\.self_attn: .* is \[1, 3, 32\]"):
+            holder(torch.zeros(1, 1, 3), torch.zeros(1, 4, 3, 8))

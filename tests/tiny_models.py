@@ -90,7 +90,8 @@ def build(family: str, **kwargs) -> PreTrainedModel:
 def converted(family: str, function: str) -> PreTrainedModel:
     """A model whose per-query terms are learned and differ between heads and layers."""
     model = build(family)
-    hf_sigmoid.configure(model, function, learn=True, query=function == "sigmoid")
+    linear = function == "sigmoid"
+    hf_sigmoid.configure(model, function, learn=True, query=linear, hidden=linear)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

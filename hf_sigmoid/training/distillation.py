@@ -138,7 +138,8 @@ class Distillation:
                 # student must not write into the teacher's.
                 own = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}
                 with torch.enable_grad():
-                    error = _relative(self.modules[name](*args, **own), output)
+                    found = self.modules[name](*args, **own)
+                    error = _relative(found, output, batch["weights"])
                     if error.requires_grad:
                         (error * scale).backward()
                 errors[name] = error.item()
@@ -155,19 +156,22 @@ class Distillation:
         return errors
 
     def end_to_end(self, batch: dict[str, Tensor], *, kl: float, ignored: int) -> Tensor:
-        """The loss, summed over the tokens that have a label."""
+        """The loss, summed over the tokens that have a label, each times its weight."""
         labels = batch["labels"].flatten()
         asked = labels != ignored
+        weights = batch["weights"].flatten()[asked]
         logits = self.student(**model_inputs(batch)).logits.flatten(0, 1)[asked].float()
         loss = logits.new_zeros(())
         if kl < 1:
-            loss = (1 - kl) * F.cross_entropy(logits, labels[asked], reduction="sum")
+            entropy = F.cross_entropy(logits, labels[asked], reduction="none")
+            loss = (1 - kl) * (entropy * weights).sum()
         if kl > 0:
             with torch.no_grad():
                 target = self.teacher(**model_inputs(batch)).logits.flatten(0, 1)[asked].float()
-            loss = loss + kl * F.kl_div(
-                logits.log_softmax(-1), target.log_softmax(-1), reduction="sum", log_target=True
-            )
+            divergence = F.kl_div(
+                logits.log_softmax(-1), target.log_softmax(-1), reduction="none", log_target=True
+            ).sum(-1)
+            loss = loss + kl * (divergence * weights).sum()
         return loss
 
     def blend(self, share: float) -> None:
@@ -259,11 +263,15 @@ def _use(model: PreTrainedModel, function: str) -> list[tuple]:
     return use({id(each): each for each in configs if each is not None}.values(), function)
 
 
-def _relative(found: Any, target: Any) -> Tensor:
-    """Mean over the rows of a batch, so that it does not depend on how rows are divided."""
+def _relative(found: Any, target: Any, weights: Tensor) -> Tensor:
+    """Mean over the rows of a batch, so that it does not depend on how rows are divided.
+
+    Args:
+        weights: of the tokens, `[B, T]`.
+    """
     found, target = (each[0] if isinstance(each, tuple) else each for each in (found, target))
     found, target = found.float(), target.float()
-    error, norm = ((each**2).sum((1, 2)) for each in (found - target, target))
+    error, norm = (((each**2).sum(2) * weights).sum(1) for each in (found - target, target))
     return (error / norm.clamp(min=1e-20)).mean()
 
 

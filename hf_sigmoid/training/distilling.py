@@ -26,7 +26,7 @@ from hf_sigmoid.training import (
 from hf_sigmoid.training.checkpointing import Checkpoint
 from hf_sigmoid.training.distillation import Distillation, load_trained
 from hf_sigmoid.training.job import Job, check_room, open_job
-from hf_sigmoid.training.packing import IGNORED, documents_leak, predicted_tokens
+from hf_sigmoid.training.packing import IGNORED, documents_leak
 from hf_sigmoid.training.run_keys import Distil, EndToEnd, Layerwise
 from hf_sigmoid.training.teacher_and_student import load_both
 
@@ -176,9 +176,10 @@ class Distilling:
         return {"loss": sum(found) / len(found), "layers": [round(e, 5) for e in found]}
 
     def _end_to_end(self, batches: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-        """Gradients of the whole model's loss; its mean over the predicted tokens."""
+        """Gradients of the whole model's loss; its weighted mean over the predicted tokens."""
         processes, kl = self.job.processes, self.job.run.end_to_end.kl
-        predicted = max(1, int(processes.total(predicted_tokens(batches))[0]))
+        asked = sum(batch["weights"][batch["labels"] != IGNORED].sum().item() for batch in batches)
+        predicted = max(1.0, processes.total(asked)[0])
         total = 0.0
         for batch in batches:
             with processes.accelerator.autocast():

@@ -27,11 +27,15 @@ IGNORED = -100  # what cross_entropy leaves out
 
 @dataclass
 class Block:
-    """One row: `labels[i]` is the token after `input_ids[i]` in its document, or IGNORED."""
+    """One row: `labels[i]` is the token after `input_ids[i]` in its document, or IGNORED.
+
+    `weights[i]` is how much the prediction of `labels[i]` counts in a distillation.
+    """
 
     input_ids: list[int]
     position_ids: list[int]
     labels: list[int]
+    weights: list[float]
 
 
 class Packer:
@@ -44,11 +48,14 @@ class Packer:
         seed: of the order; every epoch has its own.
         streams: that the corpus is read in, by all processes together.
         mine: the streams that this process reads.
+        share: of the blocks, that `others` makes.
+        others: from a reader of a source, and a seed, to what makes other blocks of it.
     """
 
     def __init__(
         self, corpus: Any, encode: Callable[[str], list[int]], block_size: int, seed: int, *,
-        streams: int = 1, mine: Sequence[int] = (0,),
+        streams: int = 1, mine: Sequence[int] = (0,), share: float = 0.0,
+        others: Callable[[Any, str], Any] | None = None,
     ):  # fmt: skip
         self.mine = mine
         # One source is read in the order that the seed alone gives.
@@ -59,7 +66,11 @@ class Packer:
         ]
         self._streams: dict[int, _Packed | _Mixed] = {}
         for stream in mine:
-            packed = [_Packed(part(stream), encode, block_size) for part in parts]
+            packed: list[Any] = [_Packed(part(stream), encode, block_size) for part in parts]
+            for i, source in enumerate(corpus.sources) if share else ():
+                own = f"{seed}/{i}/others"
+                other = others(_readers(source, own, streams)(stream), f"{own}/{stream}")
+                packed[i] = _Mixed([packed[i], other], (1 - share, share), stream)
             self._streams[stream] = (
                 packed[0] if len(packed) == 1 else _Mixed(packed, corpus.weights, stream)
             )
@@ -93,7 +104,7 @@ class _Packed:
         self.offset, self._tokens = state["offset"], None
 
     def next_block(self) -> Block:
-        block = Block([], [], [])
+        block = Block([], [], [], [1.0] * self.block_size)
         while (room := self.block_size - len(block.input_ids)) > 0:
             if self._tokens is None:
                 document = self.reader.read()
@@ -121,7 +132,7 @@ class _Mixed:
     source would fill whole steps with it.
     """
 
-    def __init__(self, sources: list[_Packed], weights: Sequence[float], phase: int):
+    def __init__(self, sources: list[Any], weights: Sequence[float], phase: int):
         self.sources = sources
         exact = [Fraction(str(weight)) for weight in weights]
         self.weights = [weight / sum(exact) for weight in exact]
@@ -186,7 +197,7 @@ def predicted_tokens(batches: list[dict[str, torch.Tensor]]) -> int:
 
 
 def _batch(blocks: list[Block]) -> dict[str, torch.Tensor]:
-    names = ("input_ids", "position_ids", "labels")
+    names = ("input_ids", "position_ids", "labels", "weights")
     return {name: torch.tensor([getattr(block, name) for block in blocks]) for name in names}
 
 

@@ -272,6 +272,13 @@ class EndToEnd(Keys):
     blend: Float = key(0.0, "part of the steps over which softmax fades out", ge=0, le=1)
 
 
+class Lookups(Keys):
+    """Blocks that hide facts in the text and ask for them, so that looking up is learnt too."""
+
+    share: Float = key(0.0, "of the blocks", ge=0, lt=1)
+    weight: Float = key(10.0, "of each token of an answer; all others have 1", gt=0)
+
+
 class DistilOptim(Adam):
     """Adam's constants: gradients are clipped for each module alone, then for the model."""
 
@@ -284,6 +291,7 @@ class Distil(Common):
 
     teacher: Text | None = key(None, "softmax checkpoint; null: what model was converted from")
     train: Batch = Batch()
+    lookups: Lookups = Lookups()
     layerwise: Layerwise = Layerwise()
     end_to_end: EndToEnd = EndToEnd()
     optim: DistilOptim = DistilOptim()
