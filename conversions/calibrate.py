@@ -239,9 +239,7 @@ def _recording(
             for _, module in parameters.attention_modules(inner):
                 for hook in parameters.watch_inputs(module, keep):
                     stack.callback(hook.remove)
-            stack.enter_context(
-                standing_in(support.configs(inner), recorder, masks.interval_mask)
-            )
+            stack.enter_context(standing_in(support.configs(inner), recorder, masks.interval_mask))
             yield
     finally:
         model.train(training)

@@ -131,7 +131,7 @@ def _dry_run(options: argparse.Namespace, planned: dict) -> tuple[dict, str]:
     }
     also = f", its RoPE by {options.rope}" if options.rope else ""
     if options.keep_softmax:
-        also += f", but for the {options.keep_softmax} layers that it would change most"
+        also += f", but for layers that stay softmax by {options.keep_softmax}"
     return fields, f"would change {chosen}{also}; nothing was written"
 
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 
 from hf_sigmoid import parameters, support, text
 from hf_sigmoid.checkpoint_files import files_sha256, weights_of
-from hf_sigmoid.conversions import hub, pictures
+from hf_sigmoid.conversions import hub, hybrid, pictures
 from hf_sigmoid.conversions.card import base_model, card
 from hf_sigmoid.conversions.companions import copy_companions
 from hf_sigmoid.conversions.compare import Measure, token_windows
@@ -60,7 +60,7 @@ def convert(
     init: str | None = None,
     layers: Sequence[int] | str | None = None,
     part: str | None = None,
-    keep_softmax: int = 0,
+    keep_softmax: int | str = 0,
     rope: str | None = None,
     calibration: sources.Given = None,
     evaluation: sources.Given = None,
@@ -87,8 +87,8 @@ def convert(
             identity, sigmoid from the best on the evaluation text of those that are calibrated.
         layers: indices of the layers to convert, or text as "0-15,not:3"; None converts all.
         part: of a composite model, the part to convert, see `plan`.
-        keep_softmax: sigmoid only: so many layers, those farthest from their softmax output, stay
-            softmax.
+        keep_softmax: sigmoid only: layers that stay softmax, "auto:K" (or K), "needle:K", "kl:K",
+            "needle:P%" or "kl:P%", see `hybrid.py`.
         rope: ssmax only: "theta:F", "ntk:F" or "yarn:F", another RoPE as well, see `rope.py`. Not
             an identity.
         calibration: text that sigmoid's query biases are fitted on, files or "dataset:NAME", see
@@ -131,7 +131,7 @@ def convert(
     ready = _prepare(
         checkpoint(source), function, init=init, layers=layers, part=part, rope=rope,
         calibration=calibration, evaluation=evaluation, window=window, windows=windows, seed=seed,
-        lengths=lengths, needle=needle,
+        lengths=lengths, needle=needle, keep=hybrid.parse(keep_softmax),
     )  # fmt: skip
     chosen, asked, stages = ready.plan, ready.questions, Stages()
     with stages("loading"):
@@ -165,7 +165,8 @@ def convert(
         report["calibration_text_sha256"] = fitted.text_sha256
         chosen, found = to_sigmoid(
             model, chosen, fitted, ready.windows, measure, stages,
-            choose=init is None and asked is not None, keep_softmax=keep_softmax, progress=progress,
+            choose=init is None and asked is not None, keep=hybrid.parse(keep_softmax),
+            ranked_on=ready.ranked_on, progress=progress,
         )  # fmt: skip
         report |= found
     report["plan"] = json.loads(chosen.to_json())
@@ -188,7 +189,7 @@ def dry_run(
     init: str | None = None,
     layers: Sequence[int] | str | None = None,
     part: str | None = None,
-    keep_softmax: int = 0,
+    keep_softmax: int | str = 0,
     rope: str | None = None,
 ) -> Plan:
     """The plan of `convert`, from the config alone: no weights are loaded, nothing is written.
@@ -218,11 +219,13 @@ class Prepared:
     questions: Questions | None  # None: nothing is measured
     calibration: sources.Text
     calibration_ids: Tensor
+    ranked_on: hybrid.Rows | None  # of the layers that may stay softmax
 
 
 def _prepare(
     path: str, function: str, *, init, layers, part, rope, calibration, evaluation, window: int,
     windows: int, seed: int | None, lengths: Sequence[int] | None, needle: int,
+    keep: hybrid.Keep | None,
 ) -> Prepared:  # fmt: skip
     if window < 4 or windows < 1:
         raise ValueError(
@@ -261,9 +264,12 @@ def _prepare(
     ids = token_windows(
         tokenizer, fitted_on.content, window, windows, seed=seed, what="calibration text"
     )
+    ranked_on = None
+    if keep and keep.ranking != "auto":
+        ranked_on = hybrid.rows(keep.ranking, tokenizer, fitted_on.content, ids[:2])
     return Prepared(
         path, config, tokenizer, chosen, change, mask_token, held_out, asked.windows[window],
-        asked if measured else None, fitted_on, ids,
+        asked if measured else None, fitted_on, ids, ranked_on,
     )  # fmt: skip
 
 
@@ -286,7 +292,7 @@ def _planned(
 def check_arguments(
     function: str,
     init: str | None,
-    keep_softmax: int,
+    keep_softmax: int | str,
     calibration: object = None,
     stats: object = None,
     seed: int | None = None,
@@ -296,10 +302,9 @@ def check_arguments(
         raise ValueError(f"--to must be one of {', '.join(parameters.FUNCTIONS)}, got {function!r}")
     if init is not None:
         check_init(function, init)
-    if keep_softmax and (function != "sigmoid" or keep_softmax < 0):
+    if hybrid.parse(keep_softmax) and function != "sigmoid":
         raise ValueError(
-            f"--keep-softmax ranks layers for sigmoid, auto:1 or more, got {keep_softmax} for "
-            f"{function!r}"
+            f"--keep-softmax ranks layers for sigmoid, got {keep_softmax} for {function!r}"
         )
     fitting = {"--calibrate": calibration, "--stats": stats, "--seed": seed}
     given = [name for name, value in fitting.items() if value is not None]

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_sigmoid.conversions import statistics
+from hf_sigmoid.conversions import hybrid, statistics
 from hf_sigmoid.conversions.calibrate import Fit, NormalEquations, collect, layer_errors, solve
 from hf_sigmoid.conversions.compare import Measure
 from hf_sigmoid.conversions.evaluation import Stages
+from hf_sigmoid.conversions.hybrid import Keep
 from hf_sigmoid.conversions.plan import (
     STARTS,
     Plan,
@@ -100,15 +101,19 @@ def calibration_sums(
 
 def to_sigmoid(
     model: PreTrainedModel, chosen: Plan, calibration: Calibration, windows: Tensor,
-    measure: Measure, stages: Stages, *, choose: bool, keep_softmax: int, progress: bool,
+    measure: Measure, stages: Stages, *, choose: bool, keep: Keep | None,
+    ranked_on: hybrid.Rows | None, progress: bool,
 ) -> tuple[Plan, dict]:  # fmt: skip
     """Switch to sigmoid; the plan as it was carried out, and figures for the report.
 
     Args:
-        choose: take the better of the calibrated starts on the windows.
+        choose: take the best of the calibrated starts on the windows.
+        keep: which layers stay softmax, of those that the plan converts.
+        ranked_on: what a ranking by divergence reads.
     """
     sums, batches = calibration.sums, calibration.batches
     figures: dict = {}
+    softmax = hybrid.log_probs(model, ranked_on) if ranked_on else None
     if choose:
         fits, chosen, starts = _choose(model, chosen, sums, windows, measure, stages)
         kind = "hidden_state_change" if measure.of_features else "perplexity"
@@ -120,8 +125,16 @@ def to_sigmoid(
             layer_errors(model, each, batches, part=chosen.part, progress=progress)
             for each in (fits, _fits(sums, "minus-log-n"))
         )
-    if keep_softmax:
-        chosen = _keep(model, chosen, errors, keep_softmax)
+    if keep and ranked_on:
+        apply(model, chosen, fits)
+        with stages(f"layers by {keep.ranking}"):
+            kept, figures["keep_softmax"] = hybrid.best(
+                model, chosen, keep, ranked_on, softmax, progress=progress
+            )
+        revert(model)
+        chosen = _without(model, chosen, kept)
+    elif keep:
+        chosen = _without(model, chosen, _worst(model, chosen, errors, keep))
     apply(model, chosen, fits)
     figures["modules"] = {
         name: {
@@ -163,15 +176,19 @@ def _fits(sums: dict[str, NormalEquations], init: str) -> dict[str, Fit]:
     return fits
 
 
-def _keep(model, chosen: Plan, errors, count: int) -> Plan:
-    """The plan without the layers whose output sigmoid changes most."""
+def _worst(model, chosen: Plan, errors, keep: Keep) -> list[int]:
+    """The layers whose output sigmoid changes most."""
     indices = layer_indices(model, chosen.part)
     worst: dict[int, float] = {}
     for name in chosen.converted:
         layer = indices[name]
         worst[layer] = max(worst.get(layer, 0.0), errors[name].relative)
-    if count >= len(worst):
-        raise ValueError(f"--keep-softmax must leave a layer of {len(worst)}, got {count}")
-    kept = sorted(worst, key=lambda layer: -worst[layer])[:count]
-    layers = [layer for layer in sorted(worst) if layer not in kept]
+    hybrid.check_leaves_one(keep, len(worst))
+    return sorted(worst, key=lambda layer: -worst[layer])[: keep.count]
+
+
+def _without(model, chosen: Plan, kept: list[int]) -> Plan:
+    """The plan without these layers."""
+    indices = layer_indices(model, chosen.part)
+    layers = sorted({indices[name] for name in chosen.converted} - {*kept})
     return plan(model, chosen.function, layers=layers, init=chosen.init, part=chosen.part)

@@ -105,8 +105,9 @@ def _parser() -> argparse.ArgumentParser:
         "holds them, else the CPU)",
     )  # fmt: skip
     convert.add_argument(
-        "--keep-softmax", type=_automatic, default=0, metavar="auto:K",
-        help="sigmoid: the K layers that it would change most stay softmax",
+        "--keep-softmax", default=0, metavar="RANKING:K",
+        help="sigmoid: K layers stay softmax, those that it would change most (auto:4), or that "
+        "give back most of the answers to needles (needle:4, needle:90%%) or of the text (kl:4)",
     )  # fmt: skip
     convert.add_argument(
         "--rope", metavar="CHANGE",
@@ -183,11 +184,3 @@ def _parser() -> argparse.ArgumentParser:
     for name, (_, said) in TRAINING.items():
         commands.add_parser(name, help=said, add_help=False)
     return parser
-
-
-def _automatic(given: str) -> int:
-    """ "auto:4" -> 4"""
-    name, _, count = given.partition(":")
-    if name != "auto" or not count.isdigit() or int(count) < 1:
-        raise argparse.ArgumentTypeError(f"expected auto:K with K of at least 1, got {given!r}")
-    return int(count)

@@ -65,7 +65,7 @@ def configure(
     layers: Sequence[int] | None = None,
     anchor: int | None = None,
 ) -> None:
-    """Choose the attention function of a model, row_m = offset_h + slope_h·log n_m (+ w_h·q_m + u_h·x_m).
+    """Choose a model's function, row_m = offset_h + slope_h·log n_m (+ w_h·q_m + u_h·x_m).
 
     Sets `config.hf_sigmoid`; on a model also adds or removes the `log_length` holders and switches
     the attention implementation. A composite model is configured through its parts:
@@ -102,7 +102,9 @@ def configure(
     if function == "softmax":
         given = (offset, slope, layers, anchor)
         if any(each is not None for each in given) or query or hidden or learn:
-            raise ValueError("softmax takes no offset, slope, query, hidden, learn, layers or anchor")
+            raise ValueError(
+                "softmax takes no offset, slope, query, hidden, learn, layers or anchor"
+            )
         _unset(config, model)
         return
 

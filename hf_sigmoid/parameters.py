@@ -3,9 +3,9 @@
     row_m = β_h + γ_h log n_m (+ w_h·q_m) (+ u_h·x_m)   n_m = keys visible to query m
     row_m = β_h + γ_h max(0, log(n_m / L))              with an anchor L: β up to n = L
 
-is the bias of sigmoid attention or the multiplier of SSMax; x_m is what the attention module gets
-for query m, q_m its query with positions in it. Which of offset β, slope γ, query w and hidden u are
-parameters, and their initial values, is in the config's section (`configuration.py`).
+is the bias of sigmoid attention or the multiplier of SSMax. x_m is what the attention module gets
+for query m, and q_m its query with its position in it. Which of offset β, slope γ, query w and
+hidden u are parameters, and their initial values, is in the config's section (`configuration.py`).
 
 x_m is noted by hooks of the attention module, which are on it while its holder has u.
 """
@@ -22,7 +22,6 @@ from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_sigmoid.layer_types import FUNCTIONS, HOLDER
-
 
 NAMES = ("offset", "slope", "query", "hidden")
 
@@ -151,9 +150,7 @@ def watch_inputs(module: nn.Module, keep: Callable[[nn.Module, Tensor | None], N
     """
     first = list(inspect.signature(type(module).forward).parameters)[1]
     return (
-        module.register_forward_pre_hook(
-            functools.partial(_begins, keep, first), with_kwargs=True
-        ),
+        module.register_forward_pre_hook(functools.partial(_begins, keep, first), with_kwargs=True),
         module.register_forward_hook(functools.partial(_ends, keep), always_call=True),
     )
 

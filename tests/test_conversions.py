@@ -29,6 +29,7 @@ from hf_sigmoid.conversions import (
     calibrate,
     checkpoint,
     convert,
+    hybrid,
     perplexity,
     plan,
     revert,
@@ -257,17 +258,61 @@ def test_layers_to_keep_are_asked_for_by_number(source, tmp_path, capsys):
     options = ["--to", "sigmoid", "--init", "calibrated", "--window", "32", "--windows", "6"]
     keep = [*options, "--keep-softmax", "auto:1"]
     assert main(["convert", source, *keep, "--dry-run"]) == 0
-    assert "but for the 1 layers that it would change most" in capsys.readouterr().out
+    assert "but for layers that stay softmax by auto:1" in capsys.readouterr().out
     assert main(["convert", source, str(tmp_path / "out"), *keep]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert len(report["plan"]["kept"]) == len(report["plan"]["converted"]) == 1
-    assert report["options"]["keep_softmax"] == 1
+    assert report["options"]["keep_softmax"] == "auto:1"
     wrong = ["convert", source, "--to", "ssmax", "--keep-softmax", "auto:1", "--dry-run"]
     assert main(wrong) == 2 and "ranks layers for sigmoid" in capsys.readouterr().err
-    for given in ("1", "auto:0", "auto:x"):
-        with pytest.raises(SystemExit):
-            main(["convert", source, str(tmp_path / "no"), *options, "--keep-softmax", given])
+    for given in ("1", "auto:0", "auto:x", "auto:50%", "needle", "kl:0%", "kl:100%", "best:2"):
+        assert (
+            main(["convert", source, str(tmp_path / "no"), *options, "--keep-softmax", given]) == 2
+        )
         assert "expected auto:K" in capsys.readouterr().err
+
+
+@pytest.fixture
+def longer(source, tmp_path) -> str:
+    """The same model, with room for a needle."""
+    folder = tmp_path / "longer"
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 1024
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("ranking", ["kl", "needle"])
+def test_layers_that_give_back_most_stay_softmax(longer, tmp_path, ranking):
+    """By hand: the divergence of each hybrid of one softmax layer, on rows of the same kind."""
+    options = {"init": "minus-log-n", **SMALL, "window": 400, "windows": 2, "evaluation": "none"}
+    out = tmp_path / "one"
+    report = convert(longer, out, "sigmoid", keep_softmax=f"{ranking}:1", **options)
+    found = report["keep_softmax"]
+    (kept,) = found["kept"]
+    taken = found["taken_off_by_each"]
+    assert kept == int(max(taken, key=taken.get)) and len(taken) == 2
+    assert found["divergence_with"] == pytest.approx(
+        found["divergence_without"] - taken[str(kept)], rel=1e-4
+    )
+    assert report["plan"]["kept"] == [f"model.layers.{kept}.self_attn"]
+    share = convert(longer, tmp_path / "share", "sigmoid", keep_softmax=f"{ranking}:1%", **options)
+    assert share["keep_softmax"]["kept"] == [kept]
+
+    tokenizer = AutoTokenizer.from_pretrained(longer)
+    ids = token_windows(tokenizer, text.train(), 400, 2)
+    asked = hybrid.rows(ranking, tokenizer, text.train(), ids)
+    softmax, mixed = (AutoModelForCausalLM.from_pretrained(each).eval() for each in (longer, out))
+    target, given = (hybrid.log_probs(model, asked) for model in (softmax, mixed))
+    expected = torch.nn.functional.kl_div(given, target, log_target=True, reduction="batchmean")
+    assert found["divergence_with"] == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_a_needle_ranking_needs_room_for_a_needle(source, tmp_path):
+    with pytest.raises(ValueError, match="no prompt of 32 tokens can be made: the fixed parts"):
+        convert(source, tmp_path / "out", "sigmoid", keep_softmax="needle:1", **SMALL)
+    assert not (tmp_path / "out").exists()
 
 
 def test_layer_errors_are_those_of_the_modules_outputs(source):

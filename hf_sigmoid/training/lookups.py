@@ -3,9 +3,9 @@
     text … fact … text … fact … text   question answer   question answer …
 
 In plain text few tokens depend on one early key, so text alone hardly teaches a converted model to
-look things up. Here the tokens of every answer do, and each of them counts `weight` times. A question
-asks for the value of a key, or for how a piece of the text goes on. A third of the keys share their
-first word with another one.
+look things up. Here the tokens of every answer do, and each of them counts `weight` times. A
+question asks for the value of a key, or for how a piece of the text goes on. A third of the keys
+share their first word with another one.
 
 The text is the run's own. The sentences are none of the evaluation's (`evals/tasks.py`), so that
 what is measured there was not trained for.
