@@ -1,7 +1,8 @@
 """The cost of converting SmolLM2-135M to ssmax and to sigmoid, and its healing: `make heal`.
 
-Convert; distil per-query terms, gains and temperatures layer by layer, no projection trained; let
-all weights follow the softmax model; measure each on two held-out sources, and look for needles.
+Convert; distil per-query terms, gains and temperatures, layer by layer and then end to end, no
+projection trained; let all weights follow the softmax model. Half of the training blocks ask for
+facts hidden in them. Measure each model on two held-out sources, and ask it for needles.
 Every stage is a command that a user would type, and what is there already is kept: an interrupted
 run goes on where it stopped. The table and the picture go to `conversions/results/`.
 
@@ -16,6 +17,7 @@ import json
 import random
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from statistics import mean
 
@@ -41,7 +43,10 @@ RESULTS = Path(__file__).parents[1] / "conversions" / "results"
 WINDOWS = {512: 24, 1024: 12}  # length -> windows of each source: the same tokens
 NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SEED = 0
-STEPS = {"numbers": 40, "healed": 160}
+# Steps layer by layer and end to end of 1,024 tokens, then of 2,048.
+STEPS = {"layerwise": 100, "numbers": 60, "healed": 80}
+TRAINED = ("numbers", "healed")
+TASKS = ("single", "multikey:4")
 CHAPTERS, LEADS = "austen", "wikipedia"
 ROWS = {
     "softmax": "softmax, as it is",
@@ -50,6 +55,7 @@ ROWS = {
     "numbers": "sigmoid, query biases, gains, temperatures distilled",
     "healed": "sigmoid, then all weights",
 }
+ASKED = ("softmax", "numbers", "healed")  # for needles
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -57,40 +63,30 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/heal"))
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--steps", type=int, nargs=2, default=list(STEPS.values()), metavar="N",
-                        help="layer-wise and end to end")  # fmt: skip
     args = parser.parse_args(argv)
     if not Path("/proc/self/status").exists():
         raise BadInput(f"peak memory is read off /proc: expected Linux, got {sys.platform}")
     for option, folder in (("--out", args.out), ("--results", args.results)):
         files.check_folder(folder, option)
     logging.set_verbosity_error()
-    out, steps = args.out, dict(zip(STEPS, args.steps, strict=True))
+    out = args.out
     texts = make_texts(out / "texts")
     held_out = {name: str(out / "texts" / f"{name}.txt") for name in (CHAPTERS, LEADS)}
     stages = Steps(out, measured=("perplexities", "needles", "calibration"))
 
-    convert = ("hf-sigmoid", "convert", "smollm2", "OUT", "--evaluate", held_out[LEADS], "--to")
+    convert = ("hf-sigmoid", "convert", "smollm2", "OUT", "--evaluate", "none", "--to")
     stages.run("ssmax", *convert, "ssmax")
-    stages.run(
-        "converted", *convert, "sigmoid", "--init", "calibrated-query",
-        "--calibrate", texts["calibration"], "--windows", "32", "--window", "1024",
+    to_sigmoid = (
+        "sigmoid", "--init", "calibrated-hidden", "--calibrate", texts["calibration"],
+        "--windows", "24", "--window", "1024",
     )  # fmt: skip
-    recipe = ("python", "recipes/distil_attention.py")
-    training = (
-        "output_dir=OUT", f"seed={SEED}", f"data.path=[{texts[CHAPTERS]},{texts[LEADS]}]",
-        f"evaluate.path=[{held_out[CHAPTERS]},{held_out[LEADS]}]", "evaluate.windows=12",
+    stages.run("converted", *convert, *to_sigmoid)
+    stages.run("numbers", *_distil("distil.yaml", out / "converted", texts, held_out),
+        f"layerwise.steps={STEPS['layerwise']}", f"end_to_end.steps={STEPS['numbers']}",
     )  # fmt: skip
-    stages.run(
-        "numbers", *recipe, "--config", "recipes/sigmoid/distil.yaml", f"model={out / 'converted'}",
-        f"layerwise.steps={steps['numbers']}", "evaluate.every=20", *training,
+    stages.run("healed", *_distil("heal.yaml", out / "numbers/final", texts, held_out),
+        f"end_to_end.steps={STEPS['healed']}",
     )  # fmt: skip
-    stages.run(
-        "healed", *recipe, "--config", "recipes/sigmoid/heal.yaml", "teacher=smollm2",
-        f"model={out / 'numbers/final'}", f"end_to_end.steps={steps['healed']}",
-        "evaluate.every=40", *training,
-    )  # fmt: skip
-
     models = {
         "softmax": checkpoint("smollm2"), "ssmax": str(out / "ssmax"),
         "converted": str(out / "converted"), "numbers": str(out / "numbers/final"),
@@ -99,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     figures = stages.kept("perplexities", lambda: measure(models, held_out))
     needles = stages.kept("needles", lambda: find_needles(models))
     cost = stages.kept("calibration", lambda: calibration_cost(texts["calibration"]))
-    logs = {name: run_log.read(out / name / "log.jsonl") for name in STEPS}
+    logs = {name: run_log.read(out / name / "log.jsonl") for name in TRAINED}
     report = json.loads((out / "ssmax/report.json").read_text("utf-8"))
     results = {
         "perplexity": figures, "needles": needles, "calibration": cost,
@@ -116,23 +112,41 @@ def main(argv: list[str] | None = None) -> None:
     print(markdown(results))
 
 
+def _distil(
+    recipe: str, model: Path, texts: dict[str, str], held_out: dict[str, str]
+) -> tuple[str, ...]:
+    """The command of a distillation, but for its steps."""
+    return (
+        "python", "recipes/distil_attention.py", "--config", f"recipes/sigmoid/{recipe}",
+        f"model={model}", "output_dir=OUT", "teacher=smollm2", f"seed={SEED}",
+        "train.precision=bf16", f"data.path=[{texts[CHAPTERS]},{texts[LEADS]}]",
+        f"evaluate.path=[{held_out[CHAPTERS]},{held_out[LEADS]}]", "evaluate.windows=6", "evaluate.every=40",
+    )  # fmt: skip
+
+
 def find_needles(models: dict[str, str]) -> list[dict]:
-    """The needles that softmax and the healed model find, at each length."""
+    """The needles that each model finds, of each task at each length."""
     tokenizer = AutoTokenizer.from_pretrained(models["softmax"])
-    samples, _ = needle_prompts(
-        text.austen(), tokenizer, list(WINDOWS), depths=NEEDLE_DEPTHS, samples=6, prompt="base"
-    )
+    samples = {
+        task: needle_prompts(
+            text.austen(), tokenizer, list(WINDOWS), depths=NEEDLE_DEPTHS, samples=6,
+            prompt="base", task=task,
+        )[0]
+        for task in TASKS
+    }  # fmt: skip
     results = []
-    for name in ("softmax", "healed"):
+    for name in ASKED:
         model = load_model(models[name], dtype=torch.float32).eval()
-        lengths = []
-        for length, asked in samples.items():
-            right, logprobs = zip(*score(model, asked, progress=f"{name}, needles"), strict=True)
-            lengths.append(
-                {"length": length, "n": len(asked), "correct": sum(right),
+        cells = []
+        for task, length in product(TASKS, WINDOWS):
+            asked = samples[task][length]
+            found = score(model, asked, progress=f"{name}, {task}, {length} tokens")
+            right, logprobs = zip(*found, strict=True)
+            cells.append(
+                {"task": task, "length": length, "n": len(asked), "correct": sum(right),
                  "accuracy": mean(right), "logprob": mean(logprobs)}
             )  # fmt: skip
-        results.append({"name": name, "lengths": lengths})
+        results.append({"name": name, "cells": cells})
     return results
 
 
@@ -252,12 +266,12 @@ def markdown(results: dict) -> str:
             ratio = "" if name == "softmax" else f" ({value / before:.3f} ×)"
             cells.append(f"{value:.2f}{ratio}")
         rows.append(cells)
-    lengths = [f"{cell['length']} tokens" for cell in results["needles"][0]["lengths"]]
+    asked = [f"{cell['task']}, {cell['length']}" for cell in results["needles"][0]["cells"]]
     found = [
-        [label, *(f"{cell['correct']} of {cell['n']}" for cell in model["lengths"])]
-        for label, model in zip(("softmax", "sigmoid, healed"), results["needles"], strict=True)
+        [ROWS[model["name"]], *(f"{cell['correct']} of {cell['n']}" for cell in model["cells"])]
+        for model in results["needles"]
     ]
-    lines = [*table(head, rows), "", *table(["needles found", *lengths], found)]
+    lines = [*table(head, rows), "", *table(["needles found", *asked], found)]
     calibration, forward = (results["calibration"][key] for key in ("calibration", "forward"))
     spent = ", ".join(f"{name} {seconds:,.0f}" for name, seconds in results["seconds"].items())
     worst = max(results["ssmax_logit_difference"].values())

@@ -224,6 +224,11 @@ def test_end_to_end_loss_is_the_divergence_from_the_softmax_model(softmax, conve
     torch.testing.assert_close(cross.double(), by_hand, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(mixed, 0.25 * kl + 0.75 * cross, rtol=1e-5, atol=1e-4)
 
+    batch["weights"][0, 3] = 5.0
+    weighted = made.end_to_end(batch, kl=1.0, ignored=-100)
+    more = 4 * (teacher[0, 3].exp() * (teacher[0, 3] - student[0, 3])).sum()
+    torch.testing.assert_close(weighted.double(), expected + more, rtol=1e-4, atol=1e-4)
+
 
 def test_layer_errors_are_those_on_the_softmax_models_own_inputs(softmax, converted):
     """By hand: the modules of both checkpoints, run on the softmax model's hidden states."""
@@ -559,7 +564,10 @@ def _made(converted, trains=frozenset({"numbers"})):
     tokens = torch.randint(0, 256, (2, BLOCK), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(BLOCK).expand(2, BLOCK)
     labels = tokens.roll(-1, 1)
-    return made, {"input_ids": tokens, "position_ids": positions, "labels": labels}
+    weights = torch.ones(2, BLOCK)
+    return made, {
+        "input_ids": tokens, "position_ids": positions, "labels": labels, "weights": weights
+    }  # fmt: skip
 
 
 def test_a_signal_in_an_evaluation_saves_that_step(converted, corpus_file, tmp_path, monkeypatch):

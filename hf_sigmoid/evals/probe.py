@@ -3,7 +3,7 @@
     prompts, left_out = needle_prompts(text, tokenizer, [512, 1024], samples=4)
     scores = score(model, prompts[512])                  # (right, mean log-probability) of each
 
-The samples are those of the task `single` of `hf-sigmoid eval`, and an answer is judged as there.
+The samples are those of a task of `hf-sigmoid eval`, and an answer is judged as there.
 A sample is read in one forward, so that processes which share a sharded model take the same
 number of steps, as long as each has as many batches.
 """
@@ -32,6 +32,7 @@ def needle_prompts(
     seed: int = 0,
     positions: int | None = None,
     prompt: str = "auto",
+    task: str = "single",
 ) -> tuple[dict[int, list[Sample]], dict[int, str]]:
     """The samples of each length, `samples` at each depth, and why other lengths have none.
 
@@ -40,6 +41,7 @@ def needle_prompts(
         lengths: tokens of the prompts.
         positions: how many the model has, for a prompt and its answer; None: any number.
         prompt: `base`, `chat`, or `auto`: chat if the tokenizer has a template.
+        task: of `hf-sigmoid eval`, one that has a depth.
 
     Raises:
         ValueError: a text that no needle can be hidden in, a tokenizer that cannot be used.
@@ -50,7 +52,7 @@ def needle_prompts(
     for length in lengths:
         try:
             found = [
-                builder.build("single", length=length, depth=depth, seed=seed, index=index)
+                builder.build(task, length=length, depth=depth, seed=seed, index=index)
                 for depth in depths
                 for index in range(samples)
             ]

@@ -153,12 +153,16 @@ class Distilling:
         """Let what the stage trains train, under an optimiser of its own."""
         optim = self.job.run.optim
         self.stage, self.trained = stage, self.models.select(stage.train)
-        groups = [{"params": [], "peak_lr": stage.numbers_lr}, {"params": [], "peak_lr": stage.lr}]
+        groups: dict[float, list[torch.nn.Parameter]] = {}
         for name, parameter in self.trained.items():
-            is_number = {"log_length", "head_scales"} & {*name.split(".")}
-            groups[0 if is_number else 1]["params"].append(parameter)
+            is_number = bool({"log_length", "head_scales"} & {*name.split(".")})
+            rate = stage.numbers_lr if is_number else stage.lr
+            if is_number and parameter.dim() > 1:
+                # A step of Adam moves every weight by the rate; their sum is what a query sees.
+                rate /= math.sqrt(parameter.shape[-1])
+            groups.setdefault(rate, []).append(parameter)
         self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [{"params": each, "peak_lr": rate} for rate, each in groups.items()],
             betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=0.0,
         )  # fmt: skip
 

@@ -88,18 +88,26 @@ class Lookups:
         """
         rng = random.Random(f"{self.seed}/{self.made}")
         self.made += 1
-        written = self.encoder.written
-        facts, asked = draw(rng, min(MOST_FACTS, max(1, self.block_size // TOKENS_A_FACT)))
-        needles = [written(fact) for fact in facts]
-        tail = [(written(part), i == 1) for pair in asked for i, part in enumerate(pair)]
-        again, start = self.encoder.after(AGAIN), self.encoder.special_prefix()
-        taken = sum(map(len, [start, again, *needles, *(ids for ids, _ in tail)])) + CUE + REST
-        room = self.block_size - taken
-        if room < CUE + REST:
+        start, again = self.encoder.special_prefix(), self.encoder.after(AGAIN)
+        most = min(MOST_FACTS, max(1, self.block_size // TOKENS_A_FACT))
+        for count in range(most, 0, -1):  # fewer where a tokenizer takes many tokens for them
+            facts, asked = draw(rng, count)
+            needles = [self.encoder.written(fact) for fact in facts]
+            tail = [
+                (self.encoder.written(part), i == 1)
+                for pair in asked
+                for i, part in enumerate(pair)
+            ]
+            parts = [start, again, *needles, *(ids for ids, _ in tail)]
+            taken = sum(map(len, parts)) + CUE + REST
+            if 2 * taken <= self.block_size:
+                break
+        else:
             raise BadInput(
-                f"lookups: {len(facts)} facts and their questions take {taken} tokens of a block, "
-                f"expected a train.block_size of well over that, got {self.block_size}"
+                f"lookups: a fact and its question take {taken} tokens, expected a "
+                f"train.block_size of twice that, got {self.block_size}"
             )
+        room = self.block_size - taken
         hidden, _, _ = hide(
             [rng.random() for _ in facts], [Fact(fact) for fact in facts], needles,
             self._haystack(room, rng), exact=0, room=room, offset=0, rng=rng, apart=True,

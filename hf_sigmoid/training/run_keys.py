@@ -257,7 +257,10 @@ class Layerwise(Keys):
         "lora: and low-rank changes of q, k, v, o",
     )  # fmt: skip
     lr: Float = key(1e-4, "of the projections", ge=0)
-    numbers_lr: Float = key(5e-3, "of per-query terms (log_length), gains and temperatures", ge=0)
+    numbers_lr: Float = key(
+        1e-2, "of per-query terms (log_length), gains and temperatures; of weights of a query or "
+        "an input, divided by the root of their number", ge=0,
+    )  # fmt: skip
 
 
 class EndToEnd(Keys):
@@ -266,8 +269,7 @@ class EndToEnd(Keys):
     steps: Int = key(0, ge=0)
     train: Literal["numbers", "projections", "lora", "all"] = key("numbers", "or all")
     lr: Float = key(1e-4, "of everything but the numbers", ge=0)
-    # w·q sums over the head dim, and what one layer changes all later ones see.
-    numbers_lr: Float = key(5e-4, "of the numbers", ge=0)
+    numbers_lr: Float = key(2e-3, "of the numbers; what a layer changes all later ones see", ge=0)
     kl: Float = key(1.0, "weight of KL(softmax model ‖ this); the rest is the text's", ge=0, le=1)
     blend: Float = key(0.0, "part of the steps over which softmax fades out", ge=0, le=1)
 
