@@ -8,7 +8,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from hf_sigmoid import functional, masks, reference
 from hf_sigmoid.context_parallel import layout as context
-from hf_sigmoid.parameters import HOLDER
+from hf_sigmoid.parameters import HOLDER, per_query_terms
 from hf_sigmoid.support import Unsupported, refuse_sinks
 
 # What `monitor.record` leaves on an attention module while it is open.
@@ -56,10 +56,11 @@ def attention(
     options = call.options
     # A holder of the other function (the model runs under another name) says nothing about this.
     owned = holder is not None and holder.function == function != "softmax"
+    terms = call.log_n, call.query
     if function == "sigmoid":
-        options["bias"] = holder(call.log_n, call.query) if owned else -call.log_n
+        options["bias"] = per_query_terms(module, *terms) if owned else -call.log_n
     else:
-        options["multiplier"] = holder(call.log_n, call.query) if owned else 1.0
+        options["multiplier"] = per_query_terms(module, *terms) if owned else 1.0
         options["sinks"] = call.sinks
     name = "sigmoid" if function == "sigmoid" else "ssmax"
     verb, maxima = getattr(functional, f"{name}_attention"), getattr(module, MAXIMA, None)

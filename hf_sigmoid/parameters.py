@@ -24,6 +24,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from hf_sigmoid.layer_types import FUNCTIONS, HOLDER
 
 NAMES = ("offset", "slope", "query", "hidden")
+INPUTS = "_hf_sigmoid_inputs"  # of an attention module with u, what it got, while it runs
 
 
 class LogLength(nn.Module):
@@ -41,10 +42,11 @@ class LogLength(nn.Module):
         self.anchor = section.get("anchor")  # L, or None
         self.hooks: tuple = ()  # on the attention module
         self.name = ""  # the attention module's
-        self.inputs: Tensor | None = None  # x [B, M, width], while the attention module runs
         shapes = {name: (heads, widths[name]) if name in widths else (heads,) for name in NAMES}
         for name in NAMES:
             wanted = name in section["parameters"] and function in FUNCTIONS
+            if wanted and None in shapes[name]:
+                raise ValueError(f"the width of `{name}` is unknown: expected it without `{name}`")
             # Not the default dtype, which transformers sets to the model's while it builds one.
             empty = torch.empty(shapes[name], dtype=torch.float32) if wanted else None
             parameter = nn.Parameter(empty, section["learn"]) if wanted else None
@@ -67,12 +69,13 @@ class LogLength(nn.Module):
                 return False
         return True
 
-    def forward(self, log_n: Tensor, query: Tensor) -> Tensor:
+    def forward(self, log_n: Tensor, query: Tensor, inputs: Tensor | None = None) -> Tensor:
         """Per-query terms `[B, H, M]`, float32.
 
         Args:
             log_n: broadcastable to `[B, H, M]`.
             query: `[B, H, M, D]`.
+            inputs: what the attention module got, `[B, M, width]`; needed where there is u.
 
         Always a new tensor: FSDP2 frees the storage of a gathered parameter after this call.
         """
@@ -84,21 +87,26 @@ class LogLength(nn.Module):
         else:
             row = offset + slope * log_n
         if self.query is not None:
+            if query.shape[-1] != self.query.shape[-1]:
+                raise ValueError(
+                    f"{self.name}: a query bias that reads queries of {self.query.shape[-1]} "
+                    f"features got {query.shape[-1]}: expected it without `query`"
+                )
             row = row + torch.einsum("bhmd,hd->bhm", query.float(), _local(self.query).float())
         if self.hidden is not None:
-            row = row + self._of_inputs(query)
+            row = row + self._of_inputs(inputs, query)
         return row
 
-    def _of_inputs(self, query: Tensor) -> Tensor:
+    def _of_inputs(self, inputs: Tensor | None, query: Tensor) -> Tensor:
         """u_h·x_m `[B, H, M]`."""
-        if not fits(self.inputs, query, self.hidden.shape[-1]):
-            given = None if self.inputs is None else list(self.inputs.shape)
+        if not fits(inputs, query, self.hidden.shape[-1]):
+            given = None if inputs is None else list(inputs.shape)
             wanted = [query.shape[0], query.shape[2], self.hidden.shape[-1]]
             raise ValueError(
                 f"{self.name}: a query bias that reads hidden states needs a module whose first "
                 f"input is {wanted}, one row a query, got {given}: expected it without `hidden`"
             )
-        x = self.inputs.to(query.device).float()
+        x = inputs.to(query.device).float()
         return torch.einsum("bmc,hc->bhm", *_replicated(x, self.hidden))
 
     def _read(self, name: str, query: Tensor) -> Tensor | float:
@@ -132,14 +140,19 @@ def attach(model: nn.Module) -> None:
         own = next(module.parameters(), None)
         if own is not None and not any(parameter.is_meta for parameter in holder.parameters()):
             holder = holder.to(_execution_device(module) if own.is_meta else own.device)
+        holder.name = name
         module.add_module(HOLDER, holder)
         if holder.hidden is not None:
-            holder.name = name
             holder.hooks = watch_inputs(module, _keep_inputs)
 
 
 def _keep_inputs(module: nn.Module, inputs: Tensor | None) -> None:
-    holder_of(module).inputs = inputs
+    setattr(module, INPUTS, inputs)
+
+
+def per_query_terms(module: nn.Module, log_n: Tensor, query: Tensor) -> Tensor:
+    """What the holder of a running attention module gives: `LogLength.forward`."""
+    return getattr(module, HOLDER)(log_n, query, getattr(module, INPUTS, None))
 
 
 def watch_inputs(module: nn.Module, keep: Callable[[nn.Module, Tensor | None], None]) -> tuple:
@@ -301,12 +314,13 @@ def _value(value: float | list[float], heads: int, parameter: Tensor) -> Tensor:
 
 def _replicated(x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """x and u as local tensors; of heads that are split, x's gradient sums over the processes."""
-    if hasattr(hidden, "placements"):
-        from torch.distributed.tensor import DTensor, Replicate
+    if any(place.is_shard() for place in getattr(hidden, "placements", ())):
+        from torch.distributed.tensor import DTensor, Partial, Replicate
 
-        mesh = hidden.device_mesh
-        if any(place.is_shard() for place in hidden.placements):
-            x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False).to_local()
+        mesh, places = hidden.device_mesh, hidden.placements
+        whole = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        parts = [Partial() if place.is_shard() else Replicate() for place in places]
+        x = whole.to_local(grad_placements=parts)
     return x, _local(hidden).float()
 
 

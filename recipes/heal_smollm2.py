@@ -120,7 +120,8 @@ def _distil(
         "python", "recipes/distil_attention.py", "--config", f"recipes/sigmoid/{recipe}",
         f"model={model}", "output_dir=OUT", "teacher=smollm2", f"seed={SEED}",
         "train.precision=bf16", f"data.path=[{texts[CHAPTERS]},{texts[LEADS]}]",
-        f"evaluate.path=[{held_out[CHAPTERS]},{held_out[LEADS]}]", "evaluate.windows=6", "evaluate.every=40",
+        f"evaluate.path=[{held_out[CHAPTERS]},{held_out[LEADS]}]", "evaluate.windows=6",
+        "evaluate.every=40",
     )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ class Health:
                 function = "softmax"
             call = read(function, module, query, key, value, attention_mask, **rest)
             owned = holder is not None and holder.function == function != "softmax"
-            row = getattr(module, parameters.HOLDER)(call.log_n, call.query) if owned else None
+            row = parameters.per_query_terms(module, call.log_n, call.query) if owned else None
             output, figures = _figures(function, call, row)
             whole = tuple(_whole(module, each) for each in figures)
             calls.setdefault(names[module], []).append(whole)

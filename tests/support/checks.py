@@ -86,11 +86,22 @@ class Subject:
 
     @cached_property
     def learned(self) -> PreTrainedModel:
-        """With per-query terms as parameters that differ between heads and layers."""
-        config = tiny.tiny(self.model_type)
-        for part in _leaves(config):
-            hf_sigmoid.configure(part, self.function, learn=True)
-        model = _with_weights(_build(self.cls, config, self.function), self.softmax)
+        """With per-query terms as parameters that differ between heads and layers.
+
+        Of sigmoid also those that are linear in the query and in what the module gets, where it
+        gets one row a query.
+        """
+        for linear in (True, False) if self.function == "sigmoid" else (False,):
+            config = tiny.tiny(self.model_type)
+            for part in _leaves(config):
+                hf_sigmoid.configure(part, self.function, learn=True, query=linear, hidden=linear)
+            try:
+                model = _with_weights(_build(self.cls, config, self.function), self.softmax)
+                run(model, **self.inputs)
+                break
+            except ValueError as error:
+                if not (linear and "expected it without" in str(error)):
+                    raise
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for _, module in holders(model):
