@@ -99,6 +99,51 @@ def dequantise_gguf() -> dict[str, Any]:
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
+def lacks_division(*, fsdp: bool, tensor: int, copies: int) -> str:
+    """Why this release does not divide weights so as it reads them; "" if it does. Ends with 5.23.
+
+    FSDP2 and tensor parallelism came with 5.16, both at once with 5.18, copies of shards with 5.23.
+    """
+    needed = "5.23" if copies > 1 else "5.18" if fsdp and tensor > 1 else "5.16"
+    if Version(needed) <= RELEASE:
+        return ""
+    return f"expected transformers {needed} or newer, got {RELEASE}"
+
+
+def check_sharded(model: Any) -> None:
+    """Refuse float32 per-query terms in one group of FSDP2 with weights of another dtype.
+
+    torch would stop at the first forward pass. Ends with 5.23, which gives them their own group.
+
+    Raises:
+        ImportError: before 5.23, with sharded weights that are not float32.
+    """
+    import torch
+
+    if Version("5.23") <= RELEASE or not getattr(model, "_is_fsdp_managed_module", False):
+        return
+    if model.dtype != torch.float32:
+        raise ImportError(
+            f"FSDP2 of a model in {model.dtype} with per-query terms needs transformers 5.23 or "
+            f"newer, this is {RELEASE}: load it in float32"
+        )
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """The groups of weights of a module under FSDP2. Ends with torch 2.13: 2.11 has one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [group for group in [state._fsdp_param_group] if group is not None]
+
+
+def forget_fsdp_group(state: Any, group: Any) -> None:
+    """Take a group away from a module under FSDP2. Ends with torch 2.13, as `fsdp_groups`."""
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups.remove(group)
+    else:
+        state._fsdp_param_group = None
+
+
 def all_gather(whole: Any, part: Any, group: Any = None) -> None:
     """Every process's part into `whole`. Ends with torch 2.13, which renamed the collective."""
     from torch import distributed

@@ -9,6 +9,7 @@ import math
 import os
 from functools import partial
 
+import releases
 import tiny_models
 import torch
 import torch.distributed as dist
@@ -208,6 +209,7 @@ def bfloat16_gather():
     }
 
 
+VALID_OLMO2 = "5.5"  # before it, transformers' config of olmo2 is not of the types that it declares
 SLIDING = ["sliding_attention", "full_attention"]
 FAMILIES = {
     "mistral": {"sliding_window": 7},
@@ -272,6 +274,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for name, case in cases(dist.get_world_size()).items():
+        if "olmo2" in name and not releases.has(VALID_OLMO2):
+            continue
         found = case()
         dist.barrier()
         if os.environ["RANK"] == "0":

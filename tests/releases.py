@@ -13,6 +13,11 @@ from hf_sigmoid.compat import RELEASE, TESTED
 IS_NEWEST = Version(TESTED["transformers"][1]) <= RELEASE  # there nothing may lack
 
 
+def has(release: str | None) -> bool:
+    """Is this release at least that one? None: every release is."""
+    return release is None or Version(release) <= RELEASE
+
+
 def needs(release: str, what: str) -> pytest.MarkDecorator:
     """A mark: transformers has this since a release."""
     return pytest.mark.skipif(

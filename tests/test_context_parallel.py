@@ -9,6 +9,7 @@ from pathlib import Path
 import context_worker
 import interpreter
 import pytest
+import releases
 import tiny_models
 import torch
 import torch.distributed as dist
@@ -22,8 +23,9 @@ from hf_sigmoid.context_parallel import layout as ours
 interpreter.install()
 
 WORKER = Path(context_worker.__file__)
+VALID_OLMO2 = releases.needs(context_worker.VALID_OLMO2, "a valid config of olmo2")
 SAME = [
-    (size, name)
+    pytest.param(size, name, marks=[VALID_OLMO2] if "olmo2" in name else [])
     for size in (2, 4)
     for name in context_worker.cases(size)
     if name not in ("bfloat16_gather", "different_rows") and "local_lengths" not in name
