@@ -110,6 +110,17 @@ def lacks_division(*, fsdp: bool, tensor: int, copies: int) -> str:
     return f"expected transformers {needed} or newer, got {RELEASE}"
 
 
+def mesh_of(module: Any) -> Any:
+    """The processes that share a module's weights, as torch's mesh; None: all of them are here.
+
+    Until 5.16 tensor parallelism leaves plain tensors, and notes the mesh on their modules. Ends
+    with 5.16: the parameters say it.
+    """
+    meshes = [getattr(each, "device_mesh", None) for each in module.parameters()]
+    meshes += [getattr(each, "_hf_device_mesh", None) for each in module.modules()]
+    return next((mesh for mesh in meshes if mesh is not None), None)
+
+
 def check_sharded(model: Any) -> None:
     """Refuse float32 per-query terms in one group of FSDP2 with weights of another dtype.
 

@@ -103,8 +103,8 @@ def fsdp2(folder, expected, shard, dtype=torch.float32):
     dtypes = {p.dtype for n, p in model.named_parameters() if ".log_length." in n}
     found["holder_dtypes"] = sorted(map(str, dtypes))
     found["sharded"] = sharded
-    if shard is loaded:
-        model.save_pretrained(Path(folder) / f"fsdp2-{dtype}".replace("torch.", ""))
+    if shard is loaded and dtype == torch.float32:
+        model.save_pretrained(Path(folder) / "fsdp2")
     return found
 
 

@@ -1,10 +1,12 @@
 """What an older transformers lacks, so that a test of it says why it does not run there."""
 
+import importlib.util
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -18,11 +20,26 @@ def has(release: str | None) -> bool:
     return release is None or Version(release) <= RELEASE
 
 
+# What transformers says without flash-attn. Until 5.10 it takes the folder kernels/ of a checkout
+# that is on the path for Hugging Face's package.
+NO_FLASH = "FlashAttention2"
+if not has("5.10") and importlib.util.find_spec("kernels"):
+    NO_FLASH = "Invalid version"
+
+
 def needs(release: str, what: str) -> pytest.MarkDecorator:
     """A mark: transformers has this since a release."""
     return pytest.mark.skipif(
         Version(release) > RELEASE, reason=f"transformers {RELEASE}: {what} came with {release}"
     )
+
+
+def marked(cases: Collection[str], since: dict[str, str]) -> list[ParameterSet]:
+    """Cases of a test, each with the mark of the release that it came with."""
+    return [
+        pytest.param(case, marks=[needs(since[case], case)] if case in since else [])
+        for case in cases
+    ]
 
 
 def skip_without(model_type: str, known: Collection[str] = CONFIG_MAPPING_NAMES) -> None:

@@ -8,7 +8,6 @@ import pytest
 import releases
 import tiny_models
 import torch
-from _pytest.mark import ParameterSet
 from gloo import rows_of
 from packaging.version import Version
 from safetensors.torch import load_file
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_sigmoid import compat
 
-WORKER = Path(parallel_worker.__file__)
+WORKER, SINCE = Path(parallel_worker.__file__), parallel_worker.SINCE
 
 
 @pytest.fixture(scope="module", params=("sigmoid", "ssmax"))
@@ -29,20 +28,14 @@ def two_processes(request, tmp_path_factory) -> tuple[dict[str, dict], Path]:
     return rows_of(WORKER, folder), folder
 
 
-def since(way: str, *values) -> ParameterSet:
-    """A case of a way of dividing weights that came with a release."""
-    release = parallel_worker.SINCE.get(way)
-    return pytest.param(*values or [way], marks=[releases.needs(release, way)] if release else [])
-
-
-@pytest.mark.parametrize("way", ["ddp", "by_hand", since("fsdp2"), "tp"])
+@pytest.mark.parametrize("way", releases.marked(("ddp", "by_hand", "fsdp2", "tp"), SINCE))
 def test_two_processes_give_the_gradients_of_one(two_processes, way):
     found = two_processes[0][way]
     assert found["logits"] < 1e-4 and found["gradients"] < 1e-4
     assert found["holders"] >= 4 and found["holder_gradients"] > 1e-6
 
 
-@pytest.mark.parametrize("way", ["by_hand_bfloat16", since("fsdp2_bfloat16")])
+@pytest.mark.parametrize("way", releases.marked(("by_hand_bfloat16", "fsdp2_bfloat16"), SINCE))
 def test_holders_stay_float32_in_a_sharded_bfloat16_model(two_processes, way):
     found = two_processes[0][way]
     assert found["holder_dtypes"] == ["torch.float32"] and found["sharded"]
@@ -61,15 +54,15 @@ def test_a_release_that_cannot_shard_a_bfloat16_model_refuses(two_processes, mon
         AutoModelForCausalLM.from_pretrained(two_processes[1], dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("saved", [since("fsdp2", "fsdp2-float32"), "tp"])
-def test_a_sharded_model_saves_whole(two_processes, saved):
+@pytest.mark.parametrize("way", releases.marked(("fsdp2", "tp"), SINCE))
+def test_a_sharded_model_saves_whole(two_processes, way):
     folder = two_processes[1]
     whole = load_file(folder / "model.safetensors")
-    again = load_file(folder / saved / "model.safetensors")
+    again = load_file(folder / way / "model.safetensors")
     assert whole.keys() == again.keys()
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     section = json.loads((folder / "config.json").read_text())["hf_sigmoid"]
-    assert json.loads((folder / saved / "config.json").read_text())["hf_sigmoid"] == section
+    assert json.loads((folder / way / "config.json").read_text())["hf_sigmoid"] == section
 
 
 def test_context_parallelism_is_refused(two_processes):
