@@ -34,12 +34,14 @@ def needs(release: str, what: str) -> pytest.MarkDecorator:
     )
 
 
+def marks(release: str | None, what: str) -> list[pytest.MarkDecorator]:
+    """The marks of what came with a release; None: every release has it."""
+    return [needs(release, what)] if release else []
+
+
 def marked(cases: Collection[str], since: dict[str, str]) -> list[ParameterSet]:
     """Cases of a test, each with the mark of the release that it came with."""
-    return [
-        pytest.param(case, marks=[needs(since[case], case)] if case in since else [])
-        for case in cases
-    ]
+    return [pytest.param(case, marks=marks(since.get(case), case)) for case in cases]
 
 
 def skip_without(model_type: str, known: Collection[str] = CONFIG_MAPPING_NAMES) -> None:

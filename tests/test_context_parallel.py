@@ -23,9 +23,10 @@ from hf_sigmoid.context_parallel import layout as ours
 interpreter.install()
 
 WORKER = Path(context_worker.__file__)
-VALID_OLMO2 = releases.needs(context_worker.VALID_OLMO2, "a valid config of olmo2")
 SAME = [
-    pytest.param(size, name, marks=[VALID_OLMO2] if "olmo2" in name else [])
+    pytest.param(
+        size, name, marks=releases.marks(context_worker.since(name), f"a valid config for {name}")
+    )
     for size in (2, 4)
     for name in context_worker.cases(size)
     if name not in ("bfloat16_gather", "different_rows") and "local_lengths" not in name

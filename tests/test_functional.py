@@ -9,6 +9,8 @@ from largest import Largest
 
 from hf_sigmoid import functional
 
+interpreter.install()
+
 VERBS = {"sigmoid": functional.sigmoid_attention, "ssmax": functional.ssmax_attention}
 ROW = {"sigmoid": "bias", "ssmax": "multiplier"}
 B, H, G, M, N, D, V = 2, 4, 2, 3, 5, 8, 6
@@ -182,7 +184,6 @@ def test_a_broadcast_bias_is_not_made_as_large_as_the_weights(function):
 @pytest.mark.parametrize("shape", [(1, 1, 40, 48), (1, 4, 40, 48), (3, 1, 1, 48)])
 def test_a_broadcast_bias_and_its_gradient_stay_as_small_as_they_are(function, shape):
     """In both passes of the kernels nothing is as large as the weights, [3, 4, 40, 48]."""
-    interpreter.install()
     q, k = (torch.randn(3, 4, length, 8).requires_grad_() for length in (40, 48))
     bias = torch.randn(shape).masked_fill(torch.rand(shape) < 0.2, -torch.inf).requires_grad_()
     with Largest() as largest:
