@@ -99,6 +99,41 @@ def dequantise_gguf() -> dict[str, Any]:
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
+def check_not_all_on_disk(model: Any) -> None:
+    """Refuse a model of which nothing is in memory.
+
+    Raises:
+        ValueError: before 5.15, which does not take that for offloading: it would not run, or not
+            be saved.
+    """
+    places = set((getattr(model, "hf_device_map", None) or {}).values())
+    if Version("5.15") <= RELEASE or len(places) > 1:
+        return
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} was put on the disk as a whole, which needs transformers 5.15 "
+            f"or newer, this is {RELEASE}: give --device-map more memory, or leave it out"
+        )
+
+
+def check_written_from_disk(model: Any) -> None:
+    """Refuse weights on the disk that a checkpoint has by other names or in pieces, as experts.
+
+    Raises:
+        ValueError: before 5.14, whose `save_pretrained` looks for those names in the model.
+    """
+    if Version("5.14") <= RELEASE:
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    far = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_meta}
+    if far and not revert_weight_conversion(model, dict(far)).keys() <= far.keys():
+        raise ValueError(
+            f"{type(model).__name__} is written from the disk by transformers 5.14 or newer, this "
+            f"is {RELEASE}: give --device-map memory for all of it, or leave it out"
+        )
+
+
 def lacks_division(*, fsdp: bool, tensor: int, copies: int) -> str:
     """Why this release does not divide weights so as it reads them; "" if it does. Ends with 5.23.
 
