@@ -1,8 +1,7 @@
 """What an older transformers lacks, so that a test of it says why it does not run there."""
 
 import importlib.util
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -48,17 +47,6 @@ def skip_without(model_type: str, known: Collection[str] = CONFIG_MAPPING_NAMES)
     """Skip the test if this release is too old for a model type."""
     if model_type not in known and not IS_NEWEST:
         pytest.skip(f"transformers {RELEASE} has no model type {model_type}")
-
-
-@contextmanager
-def skip_if_broken(what: str) -> Iterator[None]:
-    """Skip the test if this release, too old, cannot do what is inside, without us."""
-    try:
-        yield
-    except Exception as error:
-        if IS_NEWEST:
-            raise
-        pytest.skip(f"transformers {RELEASE}: {what}: {type(error).__name__}: {error}"[:300])
 
 
 def refuses(cls: type) -> bool:
