@@ -21,7 +21,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
-from hf_sigmoid import checkpoint_files, parameters
+from hf_sigmoid import checkpoint_files, compat, parameters
 from hf_sigmoid.files import existing_parent
 
 # Where a config without `architectures` looks its class up, in this order.
@@ -92,6 +92,7 @@ def load(
         model, info = model_class(config).from_pretrained(path, **options)
     except SafetensorError as error:
         raise ValueError(f"{path}: a safetensors file cannot be read: {error}") from error
+    compat.check_not_all_on_disk(model)
     if device_map is None and (device := _gpu_that_holds(model)) is not None:
         model.to(device)
     if offloaded is not None and any(Path(offloaded.name).iterdir()):
@@ -159,7 +160,8 @@ def save(model: PreTrainedModel, folder: Path, source: str, **known) -> None:
 
 
 def check_disk(target: Path, model: PreTrainedModel) -> None:
-    """Raise ValueError without room for a copy of the model, before the work and not after it."""
+    """Raise ValueError if a copy of the model cannot be written, before the work and not after."""
+    compat.check_written_from_disk(model)
     parent = existing_parent(target)
     needed = sum(tensor.nbytes for tensor in model.state_dict().values())
     free = shutil.disk_usage(parent).free

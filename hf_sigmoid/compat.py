@@ -99,6 +99,97 @@ def dequantise_gguf() -> dict[str, Any]:
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
+def check_not_all_on_disk(model: Any) -> None:
+    """Refuse a model of which nothing is in memory.
+
+    Raises:
+        ValueError: before 5.15, which does not take that for offloading: it would not run, or not
+            be saved.
+    """
+    places = set((getattr(model, "hf_device_map", None) or {}).values())
+    if Version("5.15") <= RELEASE or len(places) > 1:
+        return
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} was put on the disk as a whole, which needs transformers 5.15 "
+            f"or newer, this is {RELEASE}: give --device-map more memory, or leave it out"
+        )
+
+
+def check_written_from_disk(model: Any) -> None:
+    """Refuse weights on the disk that a checkpoint has by other names or in pieces, as experts.
+
+    Raises:
+        ValueError: before 5.14, whose `save_pretrained` looks for those names in the model.
+    """
+    if Version("5.14") <= RELEASE:
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    far = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_meta}
+    if far and not revert_weight_conversion(model, dict(far)).keys() <= far.keys():
+        raise ValueError(
+            f"{type(model).__name__} is written from the disk by transformers 5.14 or newer, this "
+            f"is {RELEASE}: give --device-map memory for all of it, or leave it out"
+        )
+
+
+def lacks_division(*, fsdp: bool, tensor: int, copies: int) -> str:
+    """Why this release does not divide weights so as it reads them; "" if it does. Ends with 5.23.
+
+    FSDP2 and tensor parallelism came with 5.16, both at once with 5.18, copies of shards with 5.23.
+    """
+    needed = "5.23" if copies > 1 else "5.18" if fsdp and tensor > 1 else "5.16"
+    if Version(needed) <= RELEASE:
+        return ""
+    return f"expected transformers {needed} or newer, got {RELEASE}"
+
+
+def mesh_of(module: Any) -> Any:
+    """The processes that share a module's weights, as torch's mesh; None: all of them are here.
+
+    Until 5.16 tensor parallelism leaves plain tensors, and notes the mesh on their modules. Ends
+    with 5.16: the parameters say it.
+    """
+    meshes = [getattr(each, "device_mesh", None) for each in module.parameters()]
+    meshes += [getattr(each, "_hf_device_mesh", None) for each in module.modules()]
+    return next((mesh for mesh in meshes if mesh is not None), None)
+
+
+def check_sharded(model: Any) -> None:
+    """Refuse float32 per-query terms in one group of FSDP2 with weights of another dtype.
+
+    torch would stop at the first forward pass. Ends with 5.23, which gives them their own group.
+
+    Raises:
+        ImportError: before 5.23, with sharded weights that are not float32.
+    """
+    import torch
+
+    if Version("5.23") <= RELEASE or not getattr(model, "_is_fsdp_managed_module", False):
+        return
+    if model.dtype != torch.float32:
+        raise ImportError(
+            f"FSDP2 of a model in {model.dtype} with per-query terms needs transformers 5.23 or "
+            f"newer, this is {RELEASE}: load it in float32"
+        )
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """The groups of weights of a module under FSDP2. Ends with torch 2.13: 2.11 has one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [group for group in [state._fsdp_param_group] if group is not None]
+
+
+def forget_fsdp_group(state: Any, group: Any) -> None:
+    """Take a group away from a module under FSDP2. Ends with torch 2.13, as `fsdp_groups`."""
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups.remove(group)
+    else:
+        state._fsdp_param_group = None
+
+
 def all_gather(whole: Any, part: Any, group: Any = None) -> None:
     """Every process's part into `whole`. Ends with torch 2.13, which renamed the collective."""
     from torch import distributed

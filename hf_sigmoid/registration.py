@@ -237,6 +237,8 @@ def _wrap_finalize(original):
         weights_source.remember_source(model, str(source))
         if weights_source.runs_unconverted_sigmoid(model, written):
             weights_source.warn_of_softmax_weights(model)
+        if any(parameters.holders(model)):
+            compat.check_sharded(model)
         for _, module in parameters.holders(model):
             section = module.config.hf_sigmoid
             for parameter in module._modules[HOLDER].parameters():

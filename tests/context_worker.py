@@ -9,6 +9,7 @@ import math
 import os
 from functools import partial
 
+import releases
 import tiny_models
 import torch
 import torch.distributed as dist
@@ -252,6 +253,11 @@ CASES = {
 FOUR = ("llama", "gemma3", "wide_window", "float64", "checkpointed_inside", "ddp")
 
 
+def since(name: str) -> str | None:
+    """Until 5.5 a default of some configs is not of the type that they declare."""
+    return "5.5" if name.startswith(("olmo2", "cohere2")) else None
+
+
 def cases(size: int) -> dict:
     """Every case of this many processes."""
     chosen = CASES if size == 2 else {name: CASES[name] for name in FOUR}
@@ -272,6 +278,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for name, case in cases(dist.get_world_size()).items():
+        if not releases.has(since(name)):
+            continue
         found = case()
         dist.barrier()
         if os.environ["RANK"] == "0":

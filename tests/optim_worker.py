@@ -6,12 +6,12 @@ while one step is made, and of the probe's figures before and after it.
 """
 
 import copy
-import inspect
 import json
 import os
 import sys
 from functools import partial
 
+import releases
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,9 +22,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import hf_sigmoid
+from hf_sigmoid.compat import mesh_of
 from hf_sigmoid.logit_control.monitor import Health, all_reduce_max, record
 from hf_sigmoid.optim import QKClip, QuacK, find_heads
 
+# transformers shards what it reads since 5.16; until then tensor parallelism has no DTensor.
+SINCE = {
+    "optim": {"transformers_fsdp2": "5.16", "transformers_tp": "5.16"},
+    "monitor": {"transformers_fsdp2": "5.16"},
+}
 IDS = torch.arange(3, 10)[None]
 TOKENS = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(9))
 SIZES = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
@@ -188,19 +194,21 @@ def columns(kind):
 
 def transformers(kind, folder, **options):
     """Sharded as it is loaded: the heads are those of a twin without memory."""
-    config = DistributedConfig(**options)
+    has_config = releases.has("5.16")
     model = AutoModelForCausalLM.from_pretrained(
-        f"{folder}/{kind}", dtype=dtype(kind), distributed_config=config
-    ).eval()
-    assert any(hasattr(p, "to_local") for p in model.parameters())
+        f"{folder}/{kind}", dtype=dtype(kind),
+        **({"distributed_config": DistributedConfig(**options)} if has_config else options),
+    ).eval()  # fmt: skip
+    assert mesh_of(model) is not None
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{folder}/{kind}"))
-    return model, find_heads(twin, IDS).bind(model), "fsdp_size" in options
+    heads = find_heads(twin, IDS)
+    return model, heads.bind(model) if has_config else None, "fsdp_size" in options
 
 
-def refused():
+def refused(split):
     """Why heads are not sought in a model that is split already."""
-    model, _, _ = fsdp2("grouped")
+    model, _, _ = split("grouped")
     try:
         find_heads(model, IDS)
     except ValueError as error:
@@ -227,14 +235,15 @@ if __name__ == "__main__":
         "transformers_fsdp2": ("grouped", lambda kind: transformers(kind, folder, **sharded)),
         "transformers_tp": ("grouped", lambda kind: transformers(kind, folder, **parallel)),
     }
-    if "fsdp_size" not in inspect.signature(DistributedConfig).parameters:  # until 5.15
-        del ways["transformers_fsdp2"], ways["transformers_tp"]
     checks = {name: partial(difference, *way) for name, way in ways.items()}
-    checks["refused"] = refused
+    for name in ("fsdp2", "transformers_tp"):
+        checks[f"refused_{name}"] = partial(refused, ways[name][1])
     if what == "monitor":
         kept = ("ddp", "transformers_fsdp2", "transformers_tp")
-        checks = {n: partial(monitored, "sigmoid", ways[n][1]) for n in kept if n in ways}
+        checks = {name: partial(monitored, "sigmoid", ways[name][1]) for name in kept}
     for name, check in checks.items():
+        if not releases.has(SINCE[what].get(name)):
+            continue
         found = check()
         dist.barrier()
         if os.environ["RANK"] == "0":

@@ -1,16 +1,29 @@
 """What an older transformers lacks, so that a test of it says why it does not run there."""
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+import importlib.util
+from collections.abc import Collection
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_sigmoid.compat import RELEASE, TESTED
 
 IS_NEWEST = Version(TESTED["transformers"][1]) <= RELEASE  # there nothing may lack
+
+
+def has(release: str | None) -> bool:
+    """Is this release at least that one? None: every release is."""
+    return release is None or Version(release) <= RELEASE
+
+
+# What transformers says without flash-attn. Until 5.10 it takes the folder kernels/ of a checkout
+# that is on the path for Hugging Face's package.
+NO_FLASH = "FlashAttention2"
+if not has("5.10") and importlib.util.find_spec("kernels"):
+    NO_FLASH = "Invalid version"
 
 
 def needs(release: str, what: str) -> pytest.MarkDecorator:
@@ -20,21 +33,20 @@ def needs(release: str, what: str) -> pytest.MarkDecorator:
     )
 
 
+def marks(release: str | None, what: str) -> list[pytest.MarkDecorator]:
+    """The marks of what came with a release; None: every release has it."""
+    return [needs(release, what)] if release else []
+
+
+def marked(cases: Collection[str], since: dict[str, str]) -> list[ParameterSet]:
+    """Cases of a test, each with the mark of the release that it came with."""
+    return [pytest.param(case, marks=marks(since.get(case), case)) for case in cases]
+
+
 def skip_without(model_type: str, known: Collection[str] = CONFIG_MAPPING_NAMES) -> None:
     """Skip the test if this release is too old for a model type."""
     if model_type not in known and not IS_NEWEST:
         pytest.skip(f"transformers {RELEASE} has no model type {model_type}")
-
-
-@contextmanager
-def skip_if_broken(what: str) -> Iterator[None]:
-    """Skip the test if this release, too old, cannot do what is inside, without us."""
-    try:
-        yield
-    except Exception as error:
-        if IS_NEWEST:
-            raise
-        pytest.skip(f"transformers {RELEASE}: {what}: {type(error).__name__}: {error}"[:300])
 
 
 def refuses(cls: type) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import context_worker
 import interpreter
 import pytest
+import releases
 import tiny_models
 import torch
 import torch.distributed as dist
@@ -23,7 +24,9 @@ interpreter.install()
 
 WORKER = Path(context_worker.__file__)
 SAME = [
-    (size, name)
+    pytest.param(
+        size, name, marks=releases.marks(context_worker.since(name), f"a valid config for {name}")
+    )
     for size in (2, 4)
     for name in context_worker.cases(size)
     if name not in ("bfloat16_gather", "different_rows") and "local_lengths" not in name

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import releases
 import torch
 from safetensors.torch import load_file, save_file
 from test_eval_tasks import TOKENIZERS
@@ -314,7 +315,7 @@ def test_bad_input_writes_nothing(tiny, damaged, pickled, tmp_path):
     with pytest.raises(BadInput, match="--lengths: expected at least one"):
         commands.main(["--models", tiny, "--out", str(out)])
     for model, words in [
-        (f"{tiny}@flash_attention_2", "with attn flash_attention_2: FlashAttention2"),
+        (f"{tiny}@flash_attention_2", f"with attn flash_attention_2: {releases.NO_FLASH}"),
         (str(damaged), "expected whole weights, got a damaged model.safetensors"),
         (str(pickled), "pytorch_model.bin: pickles are not loaded"),
         (str(tmp_path), "cannot load it"),

@@ -2,11 +2,14 @@
 
 from types import SimpleNamespace
 
+import interpreter
 import pytest
 import torch
 from largest import Largest
 
 from hf_sigmoid import functional
+
+interpreter.install()
 
 VERBS = {"sigmoid": functional.sigmoid_attention, "ssmax": functional.ssmax_attention}
 ROW = {"sigmoid": "bias", "ssmax": "multiplier"}

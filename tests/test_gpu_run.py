@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import gpu_checks
+import interpreter
 import pytest
 import torch
 
@@ -20,6 +21,8 @@ gpu = importlib.import_module("gpu")
 prewarm = importlib.import_module("prewarm")
 sweep = importlib.import_module("sweep")
 timing = importlib.import_module("timing")
+
+interpreter.install()
 
 REAL = {**os.environ, "TRITON_INTERPRET": "0"}
 # How many kernels compile when one job of each part is launched on the stub driver.

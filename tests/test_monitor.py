@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import optim_worker
 import pytest
 import releases
 import tiny_models
@@ -20,7 +21,7 @@ from hf_sigmoid import functional
 from hf_sigmoid.logit_control.monitor import Health, record, summary
 from hf_sigmoid.replace_attention import STAND_IN
 
-WORKER = Path(__file__).with_name("optim_worker.py")
+WORKER = Path(optim_worker.__file__)
 IDS = tiny_models.tokens(3, 12)
 LAYERS = [f"model.layers.{n}.self_attn" for n in range(2)]
 FUNCTIONS = ("sigmoid", "ssmax")
@@ -350,9 +351,11 @@ def two_processes(tmp_path_factory) -> dict[str, dict]:
     return rows_of(WORKER, tmp_path_factory.mktemp("split"), "monitor")
 
 
-@pytest.mark.parametrize("way", ["ddp", "transformers_fsdp2", "transformers_tp"])
+WAYS = ("ddp", "transformers_fsdp2", "transformers_tp")
+
+
+@pytest.mark.parametrize("way", releases.marked(WAYS, optim_worker.SINCE["monitor"]))
 def test_split_models_have_the_figures_of_whole_ones(two_processes, way):
-    with releases.skip_if_broken("it does not load a model divided"):
-        found = two_processes[way]
+    found = two_processes[way]
     assert max(found["recorded"], found["figures"], found["state"]) < 1e-5
     assert found["least_change"] > 1e-3  # the step moved logits

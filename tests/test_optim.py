@@ -4,6 +4,7 @@ import copy
 import json
 from pathlib import Path
 
+import optim_worker
 import pytest
 import releases
 import tiny_models
@@ -32,7 +33,7 @@ SIZES = {
     "num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 RECIPES = Path(__file__).parents[1] / "recipes"
-WORKER = Path(__file__).with_name("optim_worker.py")
+WORKER = Path(optim_worker.__file__)
 IDS = torch.arange(3, 10)[None]
 HEADS, GROUPS, DIM = 4, 2, 8
 
@@ -466,17 +467,18 @@ WAYS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", releases.marked(WAYS, optim_worker.SINCE["optim"]))
 def test_split_weights_move_as_whole_ones(two_processes, way):
-    with releases.skip_if_broken("it does not load a model divided"):
-        found = two_processes[way]
+    found = two_processes[way]
     assert found["difference"] < 1e-12  # of float64: weights, rates and saved state
     assert found["spread"] > 1e-3  # heads have rates of their own
     assert found["clipped"][0] == found["clipped"][1] > 2
 
 
-def test_heads_are_not_sought_in_split_weights(two_processes):
-    assert "expected whole weights, got sharded ones" in two_processes["refused"]["message"]
+@pytest.mark.parametrize("way", ["fsdp2", "transformers_tp"])
+def test_heads_are_not_sought_in_split_weights(two_processes, way):
+    said = two_processes[f"refused_{way}"]["message"]
+    assert "expected whole weights, got sharded ones" in said
 
 
 def test_normed_queries_are_warned_about():

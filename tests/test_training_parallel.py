@@ -2,12 +2,15 @@
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import releases
 import torch
 from accelerate.utils import DistributedType
+from packaging.version import Version
 from safetensors.torch import load_file
 from training_runs import (
     ON_CPU,
@@ -24,9 +27,11 @@ from training_runs import (
 )  # fmt: skip
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_sigmoid import compat  # isort: skip
 from hf_sigmoid.training import checkpointing  # isort: skip
+from hf_sigmoid.training import processes  # isort: skip
 from hf_sigmoid.training import train  # isort: skip
-from hf_sigmoid.training.layout import of_launch  # isort: skip
+from hf_sigmoid.training.layout import Division, of_launch  # isort: skip
 from hf_sigmoid.errors import BadInput  # isort: skip
 
 # With what `accelerate config` writes besides: loading on one process alone is accelerate's way.
@@ -52,6 +57,8 @@ WAYS = {
     "context": (CONTEXT, 2, WHOLE),
     "fsdp-context": ({**FSDP, **CONTEXT}, 4, DIVIDED),
 }
+# transformers divides weights since 5.16, both ways at once since 5.18.
+SINCE = {name: "5.16" for name in WAYS if name not in ("ddp", "context")} | {"fsdp-tensor": "5.18"}
 KEYS = {
     "attn": "ssmax", "train.steps": 5, "checkpoint.every": 2, "data.streams": 2,
     "optim.qk_tau": 1.0, "optim.qk_clip": 2.0, "evaluate.path": "builtin", "evaluate.every": 2,
@@ -63,6 +70,8 @@ def without_dropout(tiny: str, folder: Path, *, tied: bool) -> str:
     """Dropout draws by shape. With and without one weight for both embeddings."""
     model = AutoModelForCausalLM.from_pretrained(tiny)
     model.config.attention_dropout = 0.0
+    if not releases.has("5.21"):  # it splits an output embedding by equal parts only
+        model.resize_token_embeddings(pad_to_multiple_of=2)
     if not tied:
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 0.5)
@@ -85,14 +94,20 @@ def followed(out: Path, log: str = "log.jsonl") -> list[list[float]]:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+    "processes", [2, pytest.param(4, marks=releases.needs("5.16", "every way of four processes"))]
+)
 def test_a_divided_run_is_the_run_of_one_process_and_resumes(
     tiny, corpus_file, tmp_path, processes, tied
 ):
     model = without_dropout(tiny, tmp_path / "model", tied=tied)
     alone = tmp_path / "alone"
     train.main(arguments(model, corpus_file, alone, **KEYS, **WHOLE))
-    ways = {name: way for name, way in WAYS.items() if way[1] == processes}
+    ways = {
+        name: way
+        for name, way in WAYS.items()
+        if way[1] == processes and releases.has(SINCE.get(name))
+    }
     jobs = [
         (environment, arguments(model, corpus_file, tmp_path / name, **KEYS, **keys), 4)
         for name, (environment, _, keys) in ways.items()
@@ -113,6 +128,7 @@ def test_a_divided_run_is_the_run_of_one_process_and_resumes(
         assert all(torch.equal(again[tensor], ours[tensor]) for tensor in again | ours), name
 
 
+@releases.needs("5.16", "FSDP2 of the weights that it reads")
 def test_a_whole_state_fits_every_layout_and_a_sharded_one_its_own(
     tiny, corpus_file, tmp_path, capsys
 ):
@@ -214,6 +230,26 @@ def test_what_cannot_be_divided_is_refused(tiny, corpus_file, tmp_path, keys, sa
     with pytest.raises(AssertionError, match=says):
         launch(arguments(tiny, corpus_file, tmp_path / "out", **keys), **environment)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("release", "layout", "says"),
+    [
+        ("5.15", Division(shard=2, fsdp=True), "FSDP2 2: expected transformers 5.16 or newer"),
+        ("5.15", Division(tensor=2), "tensor 2: expected transformers 5.16 or newer"),
+        ("5.17", Division(shard=2, tensor=2, fsdp=True), "tensor 2: expected transformers 5.18"),
+        ("5.22", Division(replicate=2, shard=2, fsdp=True), "2: expected transformers 5.23"),
+    ],
+)
+def test_a_division_that_came_later_is_refused(
+    tiny, corpus_file, tmp_path, monkeypatch, release, layout, says
+):
+    one = processes.begin("fp32")
+    monkeypatch.setattr(compat, "RELEASE", Version(release))
+    monkeypatch.setattr(processes, "begin", lambda *_, **__: replace(one, layout=layout))
+    with pytest.raises(BadInput) as error:
+        train.main(arguments(tiny, corpus_file, tmp_path / "out"))
+    assert says in str(error.value) and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

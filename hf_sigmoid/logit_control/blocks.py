@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_sigmoid import parameters
+from hf_sigmoid import compat, parameters
 from hf_sigmoid.logit_control.heads import one_call, written_by
 
 # What wrappers add to the names of a model's modules: DDP, torch.compile, PEFT, checkpointing.
@@ -107,7 +107,7 @@ def find_heads(model: PreTrainedModel, ids: Tensor) -> Heads:
     Raises:
         ValueError: sharded weights, or a model in which no query and key projection is found.
     """
-    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+    if compat.mesh_of(model) is not None:
         raise ValueError(
             f"{type(model).__name__}: expected whole weights, got sharded ones: find the heads "
             "before, or of a twin on the meta device, and bind them to this model"

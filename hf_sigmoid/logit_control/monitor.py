@@ -216,8 +216,12 @@ def _row_numbers(module: nn.Module, function: str | None) -> dict[str, float | N
         return found
     for name in found:
         number = getattr(holder, name)
-        number = torch.as_tensor(holder.values[name]) if number is None else number.detach()
-        number = number.full_tensor() if hasattr(number, "full_tensor") else number
+        if number is None:
+            number = torch.as_tensor(holder.values[name])
+        else:
+            number = number.detach()
+            number = number.full_tensor() if hasattr(number, "full_tensor") else number
+            number = _whole(module, number)
         found[name] = number.float().mean().item()
     return found
 

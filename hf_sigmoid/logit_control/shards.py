@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_sigmoid import parameters
+from hf_sigmoid import compat, parameters
 from hf_sigmoid.logit_control.blocks import Heads, Matrix
 
 
@@ -89,8 +89,7 @@ def head_part(module: nn.Module, here: int) -> tuple[int, slice, dist.ProcessGro
     Raises:
         ValueError: fewer than it has, and tensor parallelism does not split them evenly.
     """
-    meshes = [getattr(parameter, "device_mesh", None) for parameter in module.parameters()]
-    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    mesh = compat.mesh_of(module)
     if mesh is None or here == (heads := parameters.head_count(module)):
         return here, slice(0, here), None
     names = mesh.mesh_dim_names or ()

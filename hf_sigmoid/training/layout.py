@@ -85,8 +85,8 @@ class Division:
         return DistributedConfig(
             tp_size=self.tensor,
             fsdp_size=self.shard * self.context,
-            dp_replicate_size=self.replicate,
             tp_plan="auto" if self.tensor > 1 else None,
+            **({"dp_replicate_size": self.replicate} if self.replicate > 1 else {}),
         )
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ from accelerate.utils import set_seed
 from transformers import AutoConfig
 
 import hf_sigmoid
-from hf_sigmoid.compat import recompute_activations
+from hf_sigmoid.compat import lacks_division, recompute_activations
 from hf_sigmoid.configuration import find_section
 from hf_sigmoid.context_parallel import check_model
 from hf_sigmoid.embedded import checkpoint
@@ -196,6 +196,7 @@ def _refuse_another_function(run: Run, source: str) -> None:
 
 def _refuse_what_cannot_be_divided(run: Run, layout: Division, model: Any) -> None:
     split, size = layout.splits_weights, run.train.block_size
+    lack = lacks_division(fsdp=layout.fsdp, tensor=layout.tensor, copies=layout.replicate)
     for said, met in {
         f"lora.rank: expected one process or data parallel with adapters, got {layout}": (
             split or layout.context > 1
@@ -207,6 +208,7 @@ def _refuse_what_cannot_be_divided(run: Run, layout: Division, model: Any) -> No
         f"row, got {size}": size % layout.context,
         "checkpoint.state: expected full where no weights are divided, got sharded on "
         f"{layout}": run.checkpoint.state == "sharded" and not split,
+        f"{layout}: {lack}": split and lack,
     }.items():
         if met:
             raise BadInput(said)

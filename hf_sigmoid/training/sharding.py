@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from hf_sigmoid.compat import forget_fsdp_group, fsdp_groups
 from hf_sigmoid.errors import BadInput
 from hf_sigmoid.training.layout import USE_FSDP, USE_SIZES
 
@@ -70,7 +71,7 @@ def tie_again(model: Any) -> None:
     try:
         states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
         for state in states:
-            for group in state._fsdp_param_groups:
+            for group in fsdp_groups(state):
                 for record in group.fsdp_params:
                     places[record._module_info.module] = (record, group)
         (owner, _), (stray, group) = places[embedding], places[head]
@@ -78,8 +79,8 @@ def tie_again(model: Any) -> None:
         owner._module_info.shared_modules.append(head)
         owner._module_info.shared_param_names.append("weight")
         for state in states:
-            if not group.fsdp_params and group in state._fsdp_param_groups:
-                state._fsdp_param_groups.remove(group)
+            if not group.fsdp_params and group in fsdp_groups(state):
+                forget_fsdp_group(state, group)
     except (AttributeError, KeyError) as error:
         raise BadInput(
             f"{type(model).__name__} ties its embeddings, which this release of torch does not "
