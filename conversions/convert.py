@@ -219,7 +219,7 @@ class Prepared:
     questions: Questions | None  # None: nothing is measured
     calibration: sources.Text
     calibration_ids: Tensor
-    ranked_on: hybrid.Rows | None  # of the layers that may stay softmax
+    ranked_on: hybrid.Asked | None  # of the layers that may stay softmax
 
 
 def _prepare(

@@ -60,14 +60,14 @@ def parse(given: str | int) -> Keep | None:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Asked:
     """Token ids `[B, T]` and the places of the logits that count, `[B, T]`."""
 
     ids: Tensor
     counts: Tensor
 
 
-def rows(ranking: str, tokenizer: PreTrainedTokenizerBase, text: str, ids: Tensor) -> Rows:
+def rows(ranking: str, tokenizer: PreTrainedTokenizerBase, text: str, ids: Tensor) -> Asked:
     """What a ranking reads.
 
     Args:
@@ -78,7 +78,7 @@ def rows(ranking: str, tokenizer: PreTrainedTokenizerBase, text: str, ids: Tenso
         ValueError: no needle can be hidden at this length.
     """
     if ranking == "kl":
-        return Rows(ids, torch.ones_like(ids, dtype=torch.bool))
+        return Asked(ids, torch.ones_like(ids, dtype=torch.bool))
     length = ids.shape[1]
     made, why = needle_prompts(text, tokenizer, [length], samples=SAMPLES, seed=SEED)
     if not made:
@@ -91,11 +91,11 @@ def rows(ranking: str, tokenizer: PreTrainedTokenizerBase, text: str, ids: Tenso
     counts = torch.zeros_like(prompts, dtype=torch.bool)
     for row, sample in zip(counts, samples, strict=True):
         row[length - 1 : length - 1 + len(sample.answer)] = True
-    return Rows(prompts, counts)
+    return Asked(prompts, counts)
 
 
 @torch.no_grad()
-def log_probs(model: PreTrainedModel, asked: Rows) -> Tensor:
+def log_probs(model: PreTrainedModel, asked: Asked) -> Tensor:
     """`[places, vocabulary]` of the places that count, on the CPU.
 
     Raises:
@@ -114,7 +114,7 @@ def log_probs(model: PreTrainedModel, asked: Rows) -> Tensor:
 
 
 def best(
-    model: PreTrainedModel, chosen: Plan, keep: Keep, asked: Rows, softmax: Tensor, *,
+    model: PreTrainedModel, chosen: Plan, keep: Keep, asked: Asked, softmax: Tensor, *,
     progress: bool,
 ) -> tuple[list[int], dict]:  # fmt: skip
     """The layers to keep, the best first, and figures for the report.

@@ -102,7 +102,7 @@ def calibration_sums(
 def to_sigmoid(
     model: PreTrainedModel, chosen: Plan, calibration: Calibration, windows: Tensor,
     measure: Measure, stages: Stages, *, choose: bool, keep: Keep | None,
-    ranked_on: hybrid.Rows | None, progress: bool,
+    ranked_on: hybrid.Asked | None, progress: bool,
 ) -> tuple[Plan, dict]:  # fmt: skip
     """Switch to sigmoid; the plan as it was carried out, and figures for the report.
 

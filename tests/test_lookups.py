@@ -15,7 +15,7 @@ from hf_sigmoid.evals import tasks
 from hf_sigmoid.evals.templates import Fact, Template, parse
 from hf_sigmoid.training import lookups, run_keys
 from hf_sigmoid.training.corpus import encoder, open_corpus
-from hf_sigmoid.training.lookups import FORMS, Lookups, draw
+from hf_sigmoid.training.lookups import FORMS, LookupBlocks, draw
 from hf_sigmoid.training.packing import IGNORED, Packer
 
 BLOCK = 1024
@@ -37,7 +37,7 @@ def corpus(tmp_path_factory):
 
 def packer(corpus, tokenizer, share=0.5, seed=0, **options):
     def others(reader, seed):
-        return Lookups(reader, tokenizer, BLOCK, weight=WEIGHT, seed=seed)
+        return LookupBlocks(reader, tokenizer, BLOCK, weight=WEIGHT, seed=seed)
 
     encode = encoder(tokenizer, True)
     return Packer(corpus, encode, BLOCK, seed, share=share, others=others, **options)
@@ -139,8 +139,8 @@ def test_a_block_without_room_and_a_text_without_sentences_are_refused(tokenizer
             pass
 
     with pytest.raises(BadInput, match="block_size of twice that, got 64"):
-        Lookups(Reader(), tokenizer, 64, weight=1.0, seed="a").next_block()
-    made = Lookups(Reader(), tokenizer, BLOCK, weight=1.0, seed="a")
+        LookupBlocks(Reader(), tokenizer, 64, weight=1.0, seed="a").next_block()
+    made = LookupBlocks(Reader(), tokenizer, BLOCK, weight=1.0, seed="a")
     lookups_read = lookups.MOST_DOCUMENTS
     try:
         lookups.MOST_DOCUMENTS = 3

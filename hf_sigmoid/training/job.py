@@ -15,7 +15,7 @@ from hf_sigmoid.loading import fingerprint, load_tokenizer, max_positions
 from hf_sigmoid.training import packing, run_folder
 from hf_sigmoid.training.checkpointing import Checkpoint
 from hf_sigmoid.training.corpus import Corpus, check_length, encoder, open_corpus
-from hf_sigmoid.training.lookups import Lookups
+from hf_sigmoid.training.lookups import LookupBlocks
 from hf_sigmoid.training.processes import Processes
 from hf_sigmoid.training.run_folder import RunFolder
 from hf_sigmoid.training.run_keys import Distil, Run
@@ -116,7 +116,7 @@ def open_job(run: Run | Distil, processes: Processes, source: str, *, fresh: boo
     packer = packing.Packer(
         corpus, encode, block_size, run.seed, streams=streams, mine=mine,
         share=(getattr(run, "lookups", None) and run.lookups.share) or 0.0,
-        others=lambda reader, seed: Lookups(
+        others=lambda reader, seed: LookupBlocks(
             reader, tokenizer, block_size, weight=run.lookups.weight, seed=seed
         ),
     )  # fmt: skip

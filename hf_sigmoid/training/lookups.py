@@ -57,7 +57,7 @@ def draw(rng: random.Random, count: int) -> tuple[list[str], list[tuple[str, str
     )
 
 
-class Lookups:
+class LookupBlocks:
     """The blocks of one stream of a source.
 
     Args:
