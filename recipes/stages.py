@@ -65,7 +65,8 @@ class Steps:
     def run(self, name: str, *command: str) -> None:
         """Run a command that writes the folder OUT; an interrupted one adds its time."""
         folder = self.out / name
-        done = folder / ("final" if "output_dir=OUT" in command else "config.json")
+        of_run, of_evaluation = "output_dir=OUT" in command, "eval" in command
+        done = folder / ("final" if of_run else "summary.json" if of_evaluation else "config.json")
         asked = shlex.join(command)
         # Folders of earlier releases were made by the same recipe under a launcher.
         known = self.commands.setdefault(name, asked).replace(LAUNCHED, "python ")

@@ -6,14 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_models
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
+import heal  # noqa: E402
 import heal_smollm2  # noqa: E402
 from stages import Steps  # noqa: E402
 
 from hf_sigmoid import text  # noqa: E402
+from hf_sigmoid.errors import BadInput  # noqa: E402
 
 RESULTS = ROOT / "conversions" / "results"
 
@@ -71,3 +74,43 @@ def test_a_stage_removes_no_file_but_those_measured_after_it(tmp_path):
         (tmp_path / name).write_text("{}")
     Steps(tmp_path, measured=("needles",)).run("one", "python", "-c", "pass")
     assert {file.name for file in tmp_path.iterdir()} == {"mine.json", "stages.json"}
+
+
+def test_a_model_is_healed_by_one_command_that_goes_on(tmp_path, monkeypatch, capfd):
+    """Convert, distil twice, evaluate; the second time nothing is left to do."""
+    source = tmp_path / "source"
+    model = tiny_models.byte_llama(source)
+    model.config.max_position_embeddings = 1024
+    model.save_pretrained(source)
+    (tmp_path / "text.txt").write_text(text.train()[:60_000])
+    (tmp_path / "held.txt").write_text(text.held_out()[:9_000])
+    given = [
+        str(source), str(tmp_path / "out"), "--text", str(tmp_path / "text.txt"),
+        "--held-out", str(tmp_path / "held.txt"), "--window", "64", "--windows", "4",
+        "--lengths", "512", "--set", "train.block_size=512", "--set", "end_to_end.steps=2",
+        "--set", "numbers.layerwise.steps=2", "--set", "evaluate.windows=1",
+    ]  # fmt: skip
+    heal.main(given)
+    out = tmp_path / "out"
+    assert {"converted", "numbers", "healed", "evaluated", "stages.json"} == {
+        each.name for each in out.iterdir()
+    }
+    card = (out / "healed/final/README.md").read_text()
+    assert "sigmoid" in card and "distil" in card.lower()
+    report = json.loads((out / "healed/final/report.json").read_text())
+    assert [each["lookups.share"] for each in report["distillations"]] == [0.5, 0.5]
+    assert [each["step"] for each in report["distillations"]] == [4, 2]
+    capfd.readouterr()
+    heal.main(given)
+    assert "[" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [("train.block=3", "train.block"), ("healed.model=x", "does not give itself"),
+     ("numbers.lookups.share=2", "lookups.share")],
+)  # fmt: skip
+def test_a_key_that_heal_cannot_pass_on_is_refused_before_any_step(tmp_path, key, said):
+    with pytest.raises(BadInput, match=said):
+        heal.main(["smollm2", str(tmp_path / "out"), "--set", key])
+    assert not (tmp_path / "out").exists()
