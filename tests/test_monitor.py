@@ -70,6 +70,9 @@ def by_hand(model, ids):
                 row = holder.offset[:, None] + holder.slope[:, None] * log_n
                 if holder.query is not None:
                     row = row + torch.einsum("bhmd,hd->bhm", q, holder.query.double())
+                if holder.hidden is not None:
+                    u, given = holder.hidden.double(), hidden.double()
+                    row = row + torch.einsum("bmc,hc->bhm", given, u)
                 row = row.expand(B, 4, T)[..., None]
                 x = z + row if holder.function == "sigmoid" else z * row
         found[name] = tuple(each.masked_fill(future, math.nan) for each in (z, x))
