@@ -147,7 +147,10 @@ def attach(model: nn.Module) -> None:
 
 
 def _keep_inputs(module: nn.Module, inputs: Tensor | None) -> None:
-    setattr(module, INPUTS, inputs)
+    if inputs is not None:
+        setattr(module, INPUTS, inputs)
+    elif hasattr(module, INPUTS):  # not if its first input is absent
+        delattr(module, INPUTS)
 
 
 def per_query_terms(module: nn.Module, log_n: Tensor, query: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_sigmoid
-from hf_sigmoid import functional
+from hf_sigmoid import functional, parameters
 from hf_sigmoid.context_parallel import context_parallel, gather, split
 from hf_sigmoid.context_parallel import layout as ours
 
@@ -102,7 +102,12 @@ def llama(**options) -> LlamaForCausalLM:
 def traces(model) -> list:
     """What an open context leaves: attributes of modules, hooks, an entry in the list."""
     attributes = [each for each in model.modules() if hasattr(each, ours.LAYOUT)]
-    hooks = [each for each in model.modules() if each._forward_pre_hooks]
+    known = {name for name, _ in parameters.holders(model)}  # these have hooks of their own
+    hooks = [
+        name
+        for name, each in model.named_modules()
+        if each._forward_pre_hooks and name not in known
+    ]
     return [*attributes, *hooks, *ours.OPEN]
 
 

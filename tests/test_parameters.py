@@ -550,7 +550,7 @@ def test_hidden_reads_what_the_module_gets():
     tiny_models.output(model, input_ids=tiny_models.tokens())
     for hook in hooks:
         hook.remove()
-    assert seen["x"] is seen["given"] and getattr(module, parameters.INPUTS) is None
+    assert seen["x"] is seen["given"] and not hasattr(module, parameters.INPUTS)
     expected = seen["without"] + (seen["x"] @ holder.hidden.T).transpose(1, 2)
     torch.testing.assert_close(seen["row"], expected)
 
@@ -564,7 +564,7 @@ def test_an_interrupted_call_keeps_no_inputs():
 
     with module.o_proj.register_forward_pre_hook(fails), pytest.raises(RuntimeError):
         model(tiny_models.tokens())
-    assert getattr(module, parameters.INPUTS) is None
+    assert not hasattr(module, parameters.INPUTS)
 
 
 def test_a_copy_watches_its_own_inputs_and_taking_it_out_ends_that():
