@@ -165,7 +165,7 @@ def convert(
         report["calibration_text_sha256"] = fitted.text_sha256
         chosen, found = to_sigmoid(
             model, chosen, fitted, ready.windows, measure, stages,
-            choose=init is None and asked is not None, keep=hybrid.parse(keep_softmax),
+            init=init, measured=asked is not None, keep=hybrid.parse(keep_softmax),
             ranked_on=ready.ranked_on, progress=progress,
         )  # fmt: skip
         report |= found

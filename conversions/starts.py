@@ -101,24 +101,30 @@ def calibration_sums(
 
 def to_sigmoid(
     model: PreTrainedModel, chosen: Plan, calibration: Calibration, windows: Tensor,
-    measure: Measure, stages: Stages, *, choose: bool, keep: Keep | None,
+    measure: Measure, stages: Stages, *, init: str | None, measured: bool, keep: Keep | None,
     ranked_on: hybrid.Asked | None, progress: bool,
 ) -> tuple[Plan, dict]:  # fmt: skip
     """Switch to sigmoid; the plan as it was carried out, and figures for the report.
 
     Args:
-        choose: take the best of the calibrated starts on the windows.
+        init: the start that was asked for. None: the best of the calibrated ones on the windows if
+            they are `measured`, else the first that the sums allow.
         keep: which layers stay softmax, of those that the plan converts.
         ranked_on: what a ranking by divergence reads.
     """
     sums, batches = calibration.sums, calibration.batches
     figures: dict = {}
     softmax = hybrid.log_probs(model, ranked_on) if ranked_on else None
-    if choose:
-        fits, chosen, starts = _choose(model, chosen, sums, windows, measure, stages)
+    # Of a module that does not get one row a query, and in a file, the sums are without its inputs.
+    inputs_known = all(each.hidden_gram is not None for each in sums.values())
+    starts = [name for name in CALIBRATED if inputs_known or "hidden" not in weights_of(name)]
+    if init is None and measured:
+        fits, chosen, found = _choose(model, chosen, starts, sums, windows, measure, stages)
         kind = "hidden_state_change" if measure.of_features else "perplexity"
-        figures[f"{kind}_of_starts"] = starts
+        figures[f"{kind}_of_starts"] = found
     else:
+        first = init or starts[0]
+        chosen = plan(model, "sigmoid", layers=chosen.layers, init=first, part=chosen.part)
         fits = _fits(sums, chosen.init)
     with stages("layer errors", 2 * sum(ids.numel() for ids in batches)):
         errors, before = (
@@ -149,15 +155,12 @@ def to_sigmoid(
 
 
 def _choose(
-    model: PreTrainedModel, chosen: Plan, sums: dict, windows: Tensor, measure: Measure,
-    stages: Stages,
+    model: PreTrainedModel, chosen: Plan, names: list[str], sums: dict, windows: Tensor,
+    measure: Measure, stages: Stages,
 ) -> tuple[dict[str, Fit], Plan, dict[str, float]]:  # fmt: skip
-    """Fits and plan of the better start on held-out text, and the measure of each."""
+    """Fits and plan of the best start on held-out text, and the measure of each."""
     candidates = {}
-    inputs_known = all(each.hidden_gram is not None for each in sums.values())
-    for name in CALIBRATED:
-        if "hidden" in weights_of(name) and not inputs_known:
-            continue  # a module that does not get one row a query, or statistics of a file
+    for name in names:
         fits = _fits(sums, name)
         candidate = plan(model, "sigmoid", layers=chosen.layers, init=name, part=chosen.part)
         apply(model, candidate, fits)

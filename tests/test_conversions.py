@@ -210,11 +210,12 @@ def test_ssmax_starts_say_what_they_are(source, tmp_path):
 
 def test_a_plan_is_data_and_changes_nothing(source):
     model = AutoModelForCausalLM.from_pretrained(source)
-    made = plan(model, "sigmoid", layers=[1])
+    made = plan(model, "sigmoid", layers=[1], init="calibrated-query")
     assert not hasattr(model.config, "hf_sigmoid") and model.config._attn_implementation == "sdpa"
     assert Plan.from_json(made.to_json()) == made
     assert made.converted == ("model.layers.1.self_attn",) and len(made.kept) == 1
     assert made.numbers == 4 * (2 + 8)  # heads times offset, slope, one number a head dimension
+    assert plan(model, "sigmoid", layers=[1]).numbers == 4 * (2 + 8 + 32)  # and one a feature of x
     assert "layers 1, 1 attention modules change, 1 stay softmax, 40 parameters" in str(made)
     with pytest.raises(ValueError, match="needs fits of 1 modules"):
         apply(model, made)
@@ -766,7 +767,14 @@ def test_the_identity_is_verified_and_measured_only_if_asked(source, tmp_path, m
         assert len(asked) >= 2 and report["perplexity_before"] == 2
     asked.clear()
     report = convert(source, tmp_path / "c", "sigmoid", evaluation="none", **SMALL)
-    assert not asked and report["plan"]["init"] == "calibrated-query"
+    assert not asked and report["plan"]["init"] == "calibrated-hidden"
+    stats = tmp_path / "c" / "stats.safetensors"  # which is without the modules' inputs
+    report = convert(source, tmp_path / "s", "sigmoid", evaluation="none", stats=stats, **SMALL)
+    assert report["plan"]["init"] == "calibrated-query"
+    assert report["plan"]["numbers"] == 2 * 4 * (2 + 8)
+    with pytest.raises(ValueError, match="expected another start, or no --stats"):
+        options = {"init": "calibrated-hidden", "stats": stats, **SMALL}
+        convert(source, tmp_path / "e", "sigmoid", **options)
     with pytest.raises(ValueError, match="measure on a text, got --evaluate none"):
         convert(source, tmp_path / "d", "sigmoid", evaluation="none", needle=1, **SMALL)
 
