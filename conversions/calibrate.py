@@ -7,6 +7,8 @@ in the module's input:
 
     L_m ≈ β_h + γ_h log n_m (+ w_h·q_m) (+ u_h·x_m)   least squares over the rows of a text
 
+With x it is a ridge regression: q is nearly linear in x.
+
 Only the normal equations are kept: (2 + D)² numbers a head, and with x of width C also C² a module
 and (2 + D) C a head. No attention matrix, any length of text.
 """
@@ -27,6 +29,7 @@ from hf_sigmoid.parameters import LogLength
 from hf_sigmoid.replace_attention import standing_in
 
 Batch = Tensor | dict[str, Tensor]
+RIDGE = 1e-3  # of each feature's sum of squares
 
 
 @dataclass
@@ -285,10 +288,12 @@ class NormalEquations:
     def solve(self, query: bool, hidden: bool = False) -> Fit:
         used = slice(None) if query else slice(2)  # without q: the corner of the same sums
         gram, moment = self.gram[:, used, used], self.moment[:, used]
+        if hidden:
+            gram = _with_ridge(gram, first=2)
         error = self.square
         if hidden:  # block elimination: x's block is inverted once for all heads
             cross, of_x = self.hidden_cross[..., used], self.hidden_moment.unsqueeze(-1)
-            inverse = _pinv(self.hidden_gram)
+            inverse = _pinv(_with_ridge(self.hidden_gram))
             error = error - (of_x * (inverse @ of_x)).sum((1, 2))
             gram = gram - cross.mT @ inverse @ cross
             moment = moment - cross.mT @ inverse @ of_x
@@ -306,6 +311,17 @@ class NormalEquations:
             spread=(self.square / self.rows - mean.square()).clamp(min=0).sqrt(),
             rows=self.rows,
         )
+
+
+def _with_ridge(gram: Tensor, first: int = 0) -> Tensor:
+    """From the feature `first` on, RIDGE times a feature's sum of squares is added to it.
+
+    q is nearly linear in x, so that w and u could cancel each other with weights of any size, and
+    rounding would be left of the sum.
+    """
+    ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1)
+    ridge[..., :first] = 0
+    return gram + torch.diag_embed(ridge)
 
 
 def _pinv(gram: Tensor) -> Tensor:

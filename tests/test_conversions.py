@@ -35,7 +35,7 @@ from hf_sigmoid.conversions import (
     revert,
     token_windows,
 )  # fmt: skip
-from hf_sigmoid.conversions.calibrate import collect, layer_errors, solve
+from hf_sigmoid.conversions.calibrate import RIDGE, collect, layer_errors, solve
 from hf_sigmoid.conversions.plan import parse_layers
 
 SMALL = {"window": 32, "windows": 6, "progress": False}
@@ -149,7 +149,7 @@ def test_a_better_fit_leaves_a_smaller_residual(source):
 
 
 def test_the_fit_of_the_modules_inputs_is_least_squares(source):
-    """Block elimination against one dense system of all features, head by head."""
+    """Block elimination against one dense system of all features and its ridge, head by head."""
     model = AutoModelForCausalLM.from_pretrained(source)
     ids = token_windows(AutoTokenizer.from_pretrained(source), text.train(), 24, 16)
     sums = collect(model, ids.split(4), hidden=True, progress=False)
@@ -162,11 +162,11 @@ def test_the_fit_of_the_modules_inputs_is_least_squares(source):
                 torch.cat([equations.gram[head], cross.T], 1),
                 torch.cat([cross, equations.hidden_gram], 1),
             ])  # fmt: skip
+            dense.diagonal()[2:] *= 1 + RIDGE
             moment = torch.cat([equations.moment[head].squeeze(-1), equations.hidden_moment[head]])
             found = torch.cat(
                 [fit.offset[head, None], fit.slope[head, None], fit.query[head], fit.hidden[head]]
             )
-            # q is linear in x but for its rotation, so several solutions may be equally good.
             torch.testing.assert_close(dense @ -found, moment, rtol=1e-6, atol=1e-6)
 
 
