@@ -256,13 +256,10 @@ class NormalEquations:
     """
 
     def __init__(
-        self, gram: Tensor = 0.0, moment: Tensor = 0.0, square: Tensor = 0.0, rows: int = 0, *,
-        hidden_gram: Tensor | None = None, hidden_cross: Tensor | None = None,
-        hidden_moment: Tensor | None = None,
-    ):  # fmt: skip
+        self, gram: Tensor = 0.0, moment: Tensor = 0.0, square: Tensor = 0.0, rows: int = 0
+    ):
         self.gram, self.moment, self.square, self.rows = gram, moment, square, rows
-        self.hidden_gram, self.hidden_cross = hidden_gram, hidden_cross
-        self.hidden_moment = hidden_moment
+        self.hidden_gram = self.hidden_cross = self.hidden_moment = None
 
     def add(
         self, q: Tensor, log_n: Tensor, log_sum_exp: Tensor, inputs: Tensor | None = None
@@ -288,14 +285,12 @@ class NormalEquations:
     def solve(self, query: bool, hidden: bool = False) -> Fit:
         used = slice(None) if query else slice(2)  # without q: the corner of the same sums
         gram, moment = self.gram[:, used, used], self.moment[:, used]
-        if hidden:
-            gram = _with_ridge(gram, first=2)
         error = self.square
         if hidden:  # block elimination: x's block is inverted once for all heads
             cross, of_x = self.hidden_cross[..., used], self.hidden_moment.unsqueeze(-1)
             inverse = _pinv(_with_ridge(self.hidden_gram))
             error = error - (of_x * (inverse @ of_x)).sum((1, 2))
-            gram = gram - cross.mT @ inverse @ cross
+            gram = _with_ridge(gram, first=2) - cross.mT @ inverse @ cross
             moment = moment - cross.mT @ inverse @ of_x
         solution = _pinv(gram) @ moment
         error = error - (solution * moment).sum((1, 2))

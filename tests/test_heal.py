@@ -76,7 +76,7 @@ def test_a_stage_removes_no_file_but_those_measured_after_it(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"mine.json", "stages.json"}
 
 
-def test_a_model_is_healed_by_one_command_that_goes_on(tmp_path, monkeypatch, capfd):
+def test_a_model_is_healed_by_one_command_that_goes_on(tmp_path, capfd):
     """Convert, distil twice, evaluate; the second time nothing is left to do."""
     source = tmp_path / "source"
     model = tiny_models.byte_llama(source)

@@ -71,6 +71,7 @@ class LookupBlocks:
         self.reader, self.block_size = reader, block_size
         self.weight, self.seed = weight, seed
         self.encoder = Encoder(tokenizer)
+        self.start, self.again = self.encoder.special_prefix(), self.encoder.after(AGAIN)
         self.made = 0
 
     def state(self) -> dict[str, int]:
@@ -88,7 +89,6 @@ class LookupBlocks:
         """
         rng = random.Random(f"{self.seed}/{self.made}")
         self.made += 1
-        start, again = self.encoder.special_prefix(), self.encoder.after(AGAIN)
         most = min(MOST_FACTS, max(1, self.block_size // TOKENS_A_FACT))
         for count in range(most, 0, -1):  # fewer where a tokenizer takes many tokens for them
             facts, asked = draw(rng, count)
@@ -98,7 +98,7 @@ class LookupBlocks:
                 for pair in asked
                 for i, part in enumerate(pair)
             ]
-            parts = [start, again, *needles, *(ids for ids, _ in tail)]
+            parts = [self.start, self.again, *needles, *(ids for ids, _ in tail)]
             taken = sum(map(len, parts)) + CUE + REST
             if 2 * taken <= self.block_size:
                 break
@@ -110,20 +110,20 @@ class LookupBlocks:
         room = self.block_size - taken
         hidden, _, _ = hide(
             [rng.random() for _ in facts], [Fact(fact) for fact in facts], needles,
-            self._haystack(room, rng), exact=0, room=room, offset=0, rng=rng, apart=True,
+            self._haystack(room), exact=0, room=room, offset=0, rng=rng, apart=True,
         )  # fmt: skip
         at = rng.randrange(len(hidden) - CUE - REST + 1)
         cue, rest = hidden[at : at + CUE], hidden[at + CUE : at + CUE + REST]
         ids, weights = [], []
         for part, is_answer in [
-            (start, False), (hidden, False), *tail, (again + cue, False), (rest, True)
+            (self.start, False), (hidden, False), *tail, (self.again + cue, False), (rest, True)
         ]:  # fmt: skip
             ids += part
             weights += [self.weight if is_answer else 1.0] * len(part)
         labels, weights = [*ids[1:], IGNORED], [*weights[1:], 1.0]
         return Block(ids, list(range(len(ids))), labels, weights)
 
-    def _haystack(self, room: int, rng: random.Random) -> Haystack:
+    def _haystack(self, room: int) -> Haystack:
         """The next documents, as many as hold a window of so many tokens."""
         text = ""
         for _ in range(MOST_DOCUMENTS):
