@@ -115,7 +115,7 @@ def open_job(run: Run | Distil, processes: Processes, source: str, *, fresh: boo
     mine = packing.streams_of(rank, ranks, streams)
     packer = packing.Packer(
         corpus, encode, block_size, run.seed, streams=streams, mine=mine,
-        share=(getattr(run, "lookups", None) and run.lookups.share) or 0.0,
+        share=run.lookups.share if isinstance(run, Distil) else 0.0,
         others=lambda reader, seed: LookupBlocks(
             reader, tokenizer, block_size, weight=run.lookups.weight, seed=seed
         ),
